@@ -5,18 +5,15 @@ In a function given to cluster.run, or in a process that torchrun started:
     comm = minipar.communicator.create()
     comm.allreduce([1, 2, 3])               # the sum over all ranks, a list again
     comm.all_gather(comm.rank)              # [0, 1, 2, ...]
-    comm.split("dp", mesh={"dp": 2, "pp": 2}).allreduce(x)    # among the ranks of one axis of a mesh
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import os
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,41 +21,40 @@ import torch
 
 from minipar.cluster import worker
 from minipar.comm import operations, packing, playing, values
-from minipar.comm.handles import Handle, Result, to_host
+from minipar.comm.handles import Handle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import RankError
 from minipar.program import collectives
-from minipar.program.mesh import Mesh
 from minipar.wording import several
+
+_TAG = 0x60000000  # of what `send` sends, beyond those of playing.py
 
 
 class Communicator:
     """How this rank communicates with the others. `create()` makes it; all ranks make their calls in the same order.
 
-    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `hosts`: by rank, a name that is the same
-    for ranks of one host. `device`: where this rank computes.
+    `rank`, `size`: ints. `hosts`: by rank, a name that is the same for ranks of one host. `device`: where this rank
+    computes.
     `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and is not
     changed; the result is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
     own), or None for the faster of those that are possible; a name of collectives.names(...), such as "ring", plays
     that program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by
-    `rates` (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter. With
-    `async_op` a method returns a handle at once, whose `wait()` gives the result. RankError for impossible calls;
-    CollectiveMismatch, on every rank, where ranks call different things, or give values of different forms.
+    `rates` (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter.
+    RankError for impossible calls; CollectiveMismatch, on every rank, where ranks call different things, or give values
+    of different forms.
     """
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
-        self.members, self.hosts = tuple(range(world.size)), world.hosts
+        self.hosts = world.hosts
         self.device, self.backend, self.gpus = world.device, world.backend, world.gpus
         self._world, self.pending = world, world.pending
-        self._parted: tuple[int, ...] = ()  # by which splits it was made
-        self._splits = 0
-        self._played: Counter[tuple[int, ...]] = Counter()  # by the ranks of the world that took part
+        self._played: Counter[tuple[int, ...]] = Counter()  # by the ranks that took part
         self.turns: deque[playing.Played] = deque()  # programs that are begun and have not run
         self.rates: Calibration | None = None  # by which "auto" chooses; the same on all ranks
 
@@ -76,39 +72,39 @@ class Communicator:
 
     # Collectives
 
-    def allreduce(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def allreduce(self, x: Any, op: Any = sum, *, algorithm: Any = None) -> Any:
         """Combine `x` over all ranks, element by element. `op`: `sum`, `max`, `min`, or their names, or "avg"."""
-        return _give(operations.allreduce(self, x, op, collectives.known(algorithm), async_op), async_op)
+        return operations.allreduce(self, x, op, collectives.known(algorithm))
 
-    def reduce(self, x: Any, root: int = 0, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def reduce(self, x: Any, root: int = 0, op: Any = sum, *, algorithm: Any = None) -> Any:
         """`allreduce`, but the result is on rank `root` only; the others get None."""
-        return _give(operations.reduce(self, x, root, op, collectives.known(algorithm), async_op), async_op)
+        return operations.reduce(self, x, root, op, collectives.known(algorithm))
 
-    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: Any = None) -> Any:
         """`allreduce`, but each rank gets only its share of the rows (the first dimension) of the result.
 
         n rows of p ranks are divided as evenly as can be, the first n mod p ranks having one more.
         """
-        return _give(operations.reduce_scatter(self, x, op, collectives.known(algorithm), async_op), async_op)
+        return operations.reduce_scatter(self, x, op, collectives.known(algorithm))
 
-    def all_gather(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def all_gather(self, x: Any, *, algorithm: Any = None) -> Any:
         """The rows of all ranks, in their order, on all of them; a rank may have more rows than another, or none.
 
         Of numbers: a list with one of each rank. all_gather(reduce_scatter(x)) is allreduce(x).
         """
-        return _give(operations.all_gather(self, x, collectives.known(algorithm), async_op), async_op)
+        return operations.all_gather(self, x, collectives.known(algorithm))
 
-    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: Any = None) -> Any:
         """`x` of rank `root`, on all ranks. The others bring something of the same form, or None."""
-        return _give(operations.broadcast(self, x, root, collectives.known(algorithm), async_op), async_op)
+        return operations.broadcast(self, x, root, collectives.known(algorithm))
 
-    def all_to_all(self, x: Any, *, algorithm: Any = None, async_op: bool = False) -> Any:
+    def all_to_all(self, x: Any, *, algorithm: Any = None) -> Any:
         """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
 
         `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); the result is a list.
         Or an array or a tensor, whose rows are divided as in `reduce_scatter`; the received rows are put together.
         """
-        return _give(operations.all_to_all(self, x, collectives.known(algorithm), async_op), async_op)
+        return operations.all_to_all(self, x, collectives.known(algorithm))
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -126,22 +122,18 @@ class Communicator:
         data = packing.as_bytes(to_host(tensor) if tensor.is_cuda else tensor)
         for part in (header, data):
             if part.numel():
-                self.isend(part, peer, self._tag).wait()
+                self.isend(part, peer, _TAG).wait()
 
     def recv(self, peer: int) -> Any:
         """What a rank sends next by `send`; a tensor is placed on this rank's device."""
         self._check(peer)
         header = torch.empty(values.FORM, dtype=torch.int64)
-        self.irecv(header, peer, self._tag).wait()
+        self.irecv(header, peer, _TAG).wait()
         kind, dtype, shape = values.decode_form(header.tolist())
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            self.irecv(packing.as_bytes(tensor), peer, self._tag).wait()
+            self.irecv(packing.as_bytes(tensor), peer, _TAG).wait()
         return values.from_tensor(kind, tensor.to(self.device) if kind == "tensor" else tensor)
-
-    @property
-    def _tag(self) -> int:
-        return zlib.crc32(repr(self._parted).encode()) & 0x1FFFFFFF | 0x60000000  # beyond those of playing.py
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start sending a contiguous tensor. It must not change before `wait` has returned.
@@ -151,7 +143,6 @@ class Communicator:
         worker.check_whole()
         if not tensor.is_contiguous() or peer == self.rank or not 0 <= peer < self.size:
             self._check(peer, tensor)
-        peer = self.members[peer]
         world = self._world
         if not tensor.is_cuda:
             work = world.messages.send(tensor, peer, tag)
@@ -173,8 +164,8 @@ class Communicator:
         if reader is None:
             self.irecv(tensor, peer, tag).wait()
             return True
-        work = reader.receive(tensor, self.members[peer], tag, unless)
-        Handle(work, tensor, self.pending, ("recv from rank", self.members[peer], tag)).wait()
+        work = reader.receive(tensor, peer, tag, unless)
+        Handle(work, tensor, self.pending, ("recv from rank", peer, tag)).wait()
         return work.done
 
     @property
@@ -186,7 +177,6 @@ class Communicator:
         """Start receiving into a contiguous tensor of the sent shape and dtype; it is filled when `wait` returns."""
         worker.check_whole()
         self._check(peer, tensor)
-        peer = self.members[peer]
         world = self._world
         if not tensor.is_cuda:
             what = ("recv from rank", peer, tag)
@@ -205,7 +195,7 @@ class Communicator:
         reader = self._world.reader
         if reader is None:
             raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
-        return reader.readable([self.members[peer] for peer in peers], seconds)
+        return reader.readable(peers, seconds)
 
     def _check(self, peer: int, tensor: torch.Tensor | None = None) -> None:
         if peer == self.rank or not 0 <= peer < self.size:
@@ -236,7 +226,7 @@ class Communicator:
             playing.make_room(self, self.device)
         world = self._world
         carrier = world.messages if self.gpus is None else self.gpus.messages
-        carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))
+        carrier.warm_up(sorted(set(peers)))
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
@@ -356,13 +346,7 @@ class Communicator:
         if world.closed:
             raise RankError(CLOSED)
         carrier = world.host if transport is None else transport
-        if ranks is None:
-            return world.group(self.members if self._parted else world.everyone, carrier)
-        if self._parted:
-            if not set(ranks) <= set(range(self.size)):
-                raise RankError(f"group {ranks}: must be ranks of 0 to {self.size - 1}")
-            ranks = tuple(self.members[rank] for rank in ranks)
-        return world.group(ranks, carrier)
+        return world.group(world.everyone if ranks is None else ranks, carrier)
 
     def shares(self, group: RankGroup, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
@@ -378,53 +362,13 @@ class Communicator:
 
     def count_played(self, ranks: Sequence[int]) -> int:
         """A number for a program that some ranks play; the same on all of these, whatever else each has played."""
-        members = tuple(self.members[rank] for rank in ranks)
+        members = tuple(ranks)
         self._played[members] += 1
-        return self._played[members] + self._tag + zlib.crc32(repr(members).encode())
-
-    def split(self, by: int | str, mesh: Mapping[str, int] | None = None) -> Communicator:
-        """A Communicator among some of these ranks, numbered from 0 in their order. All ranks call this.
-
-        `by`: a number; ranks with the same one are together: comm.split(comm.rank % 2). Or the name of an axis of
-        `mesh`, whose sizes multiply to this one's; the last axis counts fastest: of 4 ranks,
-        comm.split("dp", mesh={"dp": 2, "pp": 2}) puts 0 and 2 together, and 1 and 3.
-        """
-        self._splits += 1
-        if mesh is not None:
-            colours = _along_axis(by, mesh, self.size)
-        elif isinstance(by, int):
-            colours = self.all_gather(by) if self.size > 1 else [by]
-        else:
-            raise RankError(f"split: {by!r} is no number; for an axis give mesh= as well, such as mesh={{'dp': 2}}")
-        ranks = [rank for rank in range(self.size) if colours[rank] == colours[self.rank]]
-        part = copy.copy(self)
-        part.rank, part.size = ranks.index(self.rank), len(ranks)
-        part.members = tuple(self.members[rank] for rank in ranks)
-        part.hosts = tuple(self.hosts[rank] for rank in ranks)
-        part._parted, part._splits = (*self._parted, self._splits), 0
-        part.group()
-        return part
+        return self._played[members] + zlib.crc32(repr(members).encode())
 
     def close(self) -> None:
-        """Close all groups, also those of communicators made by `split`; every rank does it. Later calls raise
-        RankError; `create()` makes a new one."""
+        """Close all groups; every rank does it. Later calls raise RankError; `create()` makes a new one."""
         self._world.close()
-
-
-def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
-    """For each rank a number that is the same for all ranks along an axis of the mesh."""
-    if axis not in mesh:
-        raise RankError(f"split: {axis!r} is no axis of the mesh; possible are {', '.join(mesh)}")
-    if math.prod(mesh.values()) != size or min(mesh.values()) < 1:
-        raise RankError(
-            f"split: a mesh of {' x '.join(map(str, mesh.values()))} has no place for {several(size, 'rank')} exactly"
-        )
-    known = Mesh(mesh)
-    return [known.group(rank, str(axis))[0] for rank in range(size)]
-
-
-def _give(result: Result, async_op: bool) -> Any:
-    return result if async_op else result.wait()
 
 
 def _forget_if_closed() -> None:

@@ -99,25 +99,3 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
-
-
-class Result:
-    """The future result of an operation of a Communicator: every call of `wait` returns it."""
-
-    def __init__(self, handle: Handle | None, finish: Callable[[], Any]) -> None:
-        self._handle = handle
-        self._finish: Callable[[], Any] | None = finish
-        self._value: Any = None
-
-    def wait(self) -> Any:
-        """Wait for the result and return it. RankError when ranks started different operations; RuntimeError or
-        ConnectionError when a peer is gone."""
-        if self._handle is not None:
-            self._handle.wait()
-        if self._finish is not None:
-            self._value, self._finish = self._finish(), None
-        return self._value
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._handle is None or self._handle.done()

@@ -1,7 +1,7 @@
 """What `Communicator` does with numbers, lists, arrays and tensors: one function for each operation.
 
 Each function turns its argument into a tensor, announces what it is, lets one of the transports do the work once all
-ranks agree, and returns a `Result`, whose `wait` turns tensors back into the caller's type.
+ranks agree, and turns tensors back into the caller's type.
 
 Rows of a list, an array or a tensor are those of its first dimension; `shared.share` divides them among ranks.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import playing, values
-from minipar.comm.handles import Handle, Result, to_host
+from minipar.comm.handles import Handle, to_host
 from minipar.comm.packing import as_bytes
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.interface import Transport
@@ -41,21 +41,21 @@ _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with it
 # Reductions -----------------------------------------------------------------------------------------------------------
 
 
-def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, unattended: bool) -> Result:
+def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
     """Combine over all ranks, element by element."""
     summing = _Summing(comm, "allreduce", x, op, algorithm)
-    return summing.start(unattended, ALLREDUCE, lambda given: (given, given, ()), stays=True)
+    return summing.start(ALLREDUCE, lambda given: (given, given, ()), stays=True)
 
 
-def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, unattended: bool) -> Result:
+def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None) -> Any:
     """Combine over all ranks; the result is on rank `root`, None on the others."""
     _check_root(comm, "reduce", root)
     summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
     summing.root, summing.here = root, comm.rank == root
-    return summing.start(unattended, REDUCE, lambda given: (given, given, (root,)))
+    return summing.start(REDUCE, lambda given: (given, given, (root,)))
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, unattended: bool) -> Result:
+def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
     """Combine over all ranks, each keeping its share of the rows."""
     summing = _Summing(comm, "reduce_scatter", x, op, algorithm)
     whole = summing.given
@@ -70,7 +70,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, u
         mine = torch.empty((rows[comm.rank], *given.shape[1:]), dtype=given.dtype)
         return given, mine, (mine, [n * row for n in rows])
 
-    return summing.start(unattended, REDUCE_SCATTER, arguments)
+    return summing.start(REDUCE_SCATTER, arguments)
 
 
 class _Summing:
@@ -87,12 +87,11 @@ class _Summing:
 
     def start(
         self,
-        unattended: bool,
         way: Way,
         arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
         stays: bool = False,
-    ) -> Result:
-        """Start it. `arguments` makes of the given tensor the one that is reduced, the one that gets the result, and
+    ) -> Any:
+        """Do it. `arguments` makes of the given tensor the one that is reduced, the one that gets the result, and
         further arguments for `way`. `stays`: a tensor on a GPU need not be copied to host memory for this."""
         comm, device = self.comm, self.given.device
         carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
@@ -107,7 +106,7 @@ class _Summing:
             return values.from_tensor(self.kind, mean.to(device))
 
         if comm.size == 1:
-            return Result(None, finish)
+            return finish()
         how = _choose(comm, self.call, self.algorithm, given.nbytes, carrier, self.root)
         # Python's numbers may be real on one rank alone: then they are on all.
         row = [int(given.dtype == torch.float64)] if self.kind in ("number", "list") else []
@@ -117,13 +116,14 @@ class _Summing:
             x, result, rest = arguments(given.double() if [1] in reals else given)
             return (x, *rest, plain) if x.numel() or how.shared else None
 
-        return Result(_submit(comm, how, way, self.words, row, begin, unattended), finish)
+        _submit(comm, how, way, self.words, row, begin)
+        return finish()
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
 
 
-def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unattended: bool) -> Result:
+def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None) -> Any:
     """Give the value of rank `root` to all."""
     _check_root(comm, "broadcast", root)
     if x is None and comm.rank == root:
@@ -138,7 +138,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unat
 
     agreed = form
     if comm.size == 1:
-        return Result(None, finish)
+        return finish()
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
     def begin(rows: list[list[int]]) -> tuple[Any, ...] | None:
@@ -153,10 +153,11 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unat
         return (result, root) if result.numel() else None
 
     how = _choose(comm, "broadcast", algorithm)
-    return Result(_submit(comm, how, BROADCAST, (text, text), form, begin, unattended), finish)
+    _submit(comm, how, BROADCAST, (text, text), form, begin)
+    return finish()
 
 
-def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
+def all_gather(comm: Communicator, x: Any, algorithm: str | None) -> Any:
     """Collect the rows of all ranks, end to end, on all ranks."""
     kind, given = values.to_tensor(x, call="all_gather")
     device = given.device
@@ -169,7 +170,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
         return values.from_tensor("list" if kind == "number" else kind, result.to(device))
 
     if comm.size == 1:
-        return Result(None, finish)
+        return finish()
 
     def begin(rows: list[list[int]]) -> tuple[Any, ...] | None:
         nonlocal result
@@ -190,10 +191,11 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
         return result.view(-1), [n * tails[like].numel() for n in counts]
 
     how, form = _choose(comm, "all_gather", algorithm), values.encode_form(kind, given)
-    return Result(_submit(comm, how, ALL_GATHER, words, form, begin, unattended), finish)
+    _submit(comm, how, ALL_GATHER, words, form, begin)
+    return finish()
 
 
-def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
+def all_to_all(comm: Communicator, x: Any, algorithm: str | None) -> Any:
     """Send the k-th piece to rank k; the result is what all ranks have for this one, in their order."""
     by = f" by {algorithm}" if algorithm is not None else ""
     pieces: list[Any]
@@ -222,7 +224,7 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
         return values.from_tensor(kind, torch.cat([tensor for _, tensor in found]))
 
     if comm.size == 1:
-        return Result(None, finish)
+        return finish()
 
     def begin(rows: list[list[int]]) -> tuple[Any, ...]:
         nonlocal got, lengths
@@ -231,7 +233,8 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
         return sent, got, rows
 
     how = _choose(comm, "all_to_all", algorithm)
-    return Result(_submit(comm, how, ALL_TO_ALL, words, lengths, begin, unattended), finish)
+    _submit(comm, how, ALL_TO_ALL, words, lengths, begin)
+    return finish()
 
 
 def pack(x: Any, call: str) -> Tensor:
@@ -290,8 +293,7 @@ def _submit(
     words: tuple[str, str],
     row: list[int],
     begin: Callable[[list[list[int]]], tuple[Any, ...] | None],
-    unattended: bool,
-) -> Handle:
+) -> None:
     """Exchange some numbers among all ranks, and do the collective with the arguments that `begin` makes of them."""
     number = 0 if how.program is None else comm.count_played(range(comm.size))
 
@@ -306,8 +308,8 @@ def _submit(
 
     text, key = words
     by_program = None if how.program is None else play
-    work = how.group.submit(text, way, begin, how.shared, key=key, row=row, play=by_program, unattended=unattended)
-    return Handle(work, None, comm.pending)
+    work = how.group.submit(text, way, begin, how.shared, key=key, row=row, play=by_program, unattended=False)
+    Handle(work, None, comm.pending).wait()
 
 
 def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
