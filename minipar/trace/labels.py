@@ -323,8 +323,6 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def _check_times(trace: Trace) -> None:
-    import numpy as np
-
     ranks = len(trace.program.ranks)
     if not ranks == len(trace.starts) == len(trace.ends):
         times = min(len(trace.starts), len(trace.ends))
@@ -336,9 +334,10 @@ def _check_times(trace: Trace) -> None:
                 f"rank {rank} of the {trace.kind} trace has {several(len(row), 'instruction')}, "
                 f"but {len(starts)} starts and {len(ends)} ends"
             )
-        first, last = np.asarray(starts, float), np.asarray(ends, float)
-        for index in np.flatnonzero(~((first <= last) & (last < np.inf) & (first > -np.inf))).tolist():
-            ins, start, end = row[index], starts[index], ends[index]
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if -math.inf < start <= end < math.inf:
+                continue
+            ins = row[index]
             if ins.op is Op.RECV and math.isfinite(start) and math.isfinite(end):
                 continue  # a message may arrive before its receive is posted
             raise MiniparError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.costs.unit import KEPT
@@ -123,33 +125,32 @@ def series_of(trace: Trace, rank: int) -> Series:
 
 def lifetimes(trace: Trace, rank: int) -> Curve:
     """Memory of a rank over time, from the lives of its values."""
-    import numpy as np  # (not at the top: plans and programs do not need it)
-
     found = _found(trace, rank, all_of_them=False)
     if trace.data:
         found.append([chunk(0), trace.span[0], None, trace.data[rank], True])
     if not found:
         return Curve([], [], {name: [] for name in ALL_KINDS})
-    values, starts, ends, sizes, held = zip(*found, strict=True)
-    freed = [
-        trace.size(rank, grad(v.index) if version_of(v) >= 0 else v) if had and end is not None else size
-        for v, _, end, size, had in found
-    ]
-    codes = [CODES[KINDS[value[0]]] for value in values]
-    # each life makes two changes: their time, whether they allocate, by how much, of which kind
-    time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()
-    change[1::2] *= -1
-    allocates, kind = np.zeros(len(time), bool), np.repeat(codes, 2)
-    allocates[::2] = ~np.array(held)
-    order = np.lexsort((allocates, time))  # frees come before allocations of the same moment
-    order = order[: len(order) - ends.count(None)]  # (missing ends are sorted last, and left out)
-    time, change, allocates, kind = time[order], change[order], allocates[order], kind[order]
-    shown = np.ones(len(time), bool)  # of several frees at one moment only the last is shown
-    shown[:-1] = allocates[1:] | (time[1:] != time[:-1])
-    total = np.zeros(int(shown.sum()))
-    kinds = dict.fromkeys(ALL_KINDS, total.tolist())
-    for k in sorted({code for code, size in zip(codes, sizes, strict=True) if size}):
-        level = np.cumsum(np.where(kind == k, change, 0.0))[shown]
-        total += level
-        kinds[ALL_KINDS[k]] = level.tolist()
-    return Curve(time[shown].tolist(), total.tolist(), kinds)
+    changes: list[tuple[float, bool, float, int]] = []  # when, whether it allocates, by how much, of which kind
+    codes = set()
+    for value, start, end, size, had in found:
+        code = CODES[KINDS[value.kind]]
+        if size:
+            codes.add(code)
+        changes.append((start, not had, size, code))
+        if end is not None:
+            freed = grad(value.index) if version_of(value) >= 0 else value
+            changes.append((end, False, -(trace.size(rank, freed) if had else size), code))
+    changes.sort(key=itemgetter(0, 1))  # frees come before allocations of the same moment
+    level, series = dict.fromkeys(sorted(codes), 0.0), {code: list[float]() for code in codes}
+    times: list[float] = []
+    total: list[float] = []
+    for (time, _, change, code), (then, allocates, *_) in zip(changes, [*changes[1:], (inf, True)], strict=True):
+        if code in level:
+            level[code] += change
+        if allocates or then != time:  # of several frees at one moment only the last is shown
+            times.append(time)
+            total.append(sum(level.values()))
+            for one, now in level.items():
+                series[one].append(now)
+    nothing = [0.0] * len(times)
+    return Curve(times, total, {kind: series.get(CODES[kind], nothing) for kind in ALL_KINDS})

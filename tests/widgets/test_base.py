@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from array import array
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ def test_page_is_whole_and_asks_for_nothing() -> None:
 
 def test_whole_numbers_travel_in_the_narrowest_type() -> None:
     arrays = {"few": [0, 255], "more": [0, 256], "most": [0, 2**32 - 1], "signed": [-1, 3], "none": []}
-    packed = {name: np.array(values, "i4" if name == "signed" else "u4") for name, values in arrays.items()}
-    data, layout = pack(packed | {"exact": np.array([0.5, 2.0])})
+    packed = {name: array("i" if name == "signed" else "I", values) for name, values in arrays.items()}
+    data, layout = pack(packed | {"exact": array("d", [0.5, 2.0])})
     codes = {"few": "u1", "more": "u2", "most": "u4", "signed": "i4", "none": "u4", "exact": "f8"}
     assert {name: code for name, (code, _, _) in layout.items()} == codes
     for name, (code, at, count) in layout.items():

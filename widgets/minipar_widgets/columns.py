@@ -14,13 +14,14 @@ Events that overlap on a stream get a further lane, `recv 0 (2)`.
 from __future__ import annotations
 
 import re
+from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
+from itertools import islice
+from operator import itemgetter, le, sub
 from typing import Any
-
-import numpy as np
 
 from minipar.program import COMPUTE, TRANSFERS, Instruction, Op, version_of
 from minipar.trace import Trace, labels
@@ -35,6 +36,8 @@ _MICROBATCH, _STREAM = itemgetter(2), itemgetter(7)
 _SHADED = {(CODES[kind], shade): CODES[f"{kind} {shade}"] for kind in SHADED for shade in range(1, SHADES)}
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
+_REDUCE, _COLLECTIVE = CODES["reduce"], CODES["collective"]
+_SPECIAL = frozenset((RECEIVE, _REDUCE, CODES["all-reduce"]))
 MOST = 2_000_000  # events; more are refused
 
 
@@ -55,29 +58,28 @@ class Columns:
 
     traces: Sequence[Trace] = field(repr=False)
     lanes: list[Lane]
-    start: np.ndarray
-    length: np.ndarray
-    kind: np.ndarray
-    number: np.ndarray
-    index: np.ndarray
+    start: array[float]
+    length: array[float]
+    kind: array[int]
+    number: array[int]
+    index: array[int]
 
     def __len__(self) -> int:
         return len(self.start)
 
     @cached_property
-    def named(self) -> tuple[np.ndarray, list[str], list[tuple[str, ...]]]:
+    def named(self) -> tuple[array[int], list[str], list[tuple[str, ...]]]:
         """For each event the position of its text in a list of texts in which `#` stands for the micro-batch; and for
         each text the words for the bar, the longest first, in which `#` stands for the number."""
         names: dict[str, int] = {}
         keys: dict[Any, int] = {}
         labelled: list[tuple[str, ...]] = []
-        found = np.zeros(len(self), np.uint32)
+        found = array("I", bytes(4 * len(self)))
         layers = [labels.by_layers(trace.program) for trace in self.traces]
         for lane in self.lanes:
             program = self.traces[lane.trace].program
             row = program.ranks[lane.rank]
-            here = slice(lane.first, lane.last)
-            for place, k in enumerate(self.index[here].tolist(), lane.first):
+            for place, k in enumerate(self.index[lane.first : lane.last], lane.first):
                 found[place] = _name(row[k], keys, names)
                 if len(names) > len(labelled):  # (the first of its text)
                     labelled.append(labels.words_of(program, row[k], layers[lane.trace], "#"))
@@ -100,74 +102,75 @@ class Columns:
         return next(lane.trace for lane in self.lanes if lane.first <= k < lane.last)
 
     @cached_property
-    def places(self) -> list[list[np.ndarray]]:
+    def places(self) -> list[list[array[int]]]:
         """Per trace and rank the event of each instruction."""
-        found = [[np.zeros(len(row), np.uint32) for row in trace.program.ranks] for trace in self.traces]
+        found = [[array("I", bytes(4 * len(row))) for row in trace.program.ranks] for trace in self.traces]
         for lane in self.lanes:
-            found[lane.trace][lane.rank][self.index[lane.first : lane.last]] = np.arange(lane.first, lane.last)
+            mine = found[lane.trace][lane.rank]
+            for place, k in enumerate(self.index[lane.first : lane.last], lane.first):
+                mine[k] = place
         return found
 
 
 def columns(traces: Sequence[Trace]) -> Columns:
     """The columns of one trace, or of a predicted and a measured one. The texts are made at their first use."""
     scale = labels.clock(traces).scale
-    lanes: list[Lane] = []
-    parts: list[tuple[np.ndarray, ...]] = []
-    done = 0
+    found = Columns(traces, [], array("d"), array("f"), array("B"), array("i"), array("I"))
     for t, trace in enumerate(traces):
-        first, steps = trace.span[0], trace.program.steps
-        shades = Shades(trace.program)
-        for rank, row in enumerate(trace.program.ranks):
+        first, program = trace.span[0], trace.program
+        shades = Shades(program)
+        for rank, row in enumerate(program.ranks):
             if not row:
                 continue
-            start = (np.asarray(trace.starts[rank], float) - first) * scale
-            end = (np.asarray(trace.ends[rank], float) - first) * scale
-            kind = np.fromiter(map(_CODE_OF.__getitem__, trace.program.ops[rank]), np.uint8, len(row))
-            number = np.fromiter(map(_MICROBATCH, row), np.int32, len(row))
-            if steps > 1:
-                number[:] = [labels.number_of(trace.program, ins) for ins in row]
-            for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
-                number[k] = labels.number_of(trace.program, row[k])
-            if any(row[k].name for k in np.flatnonzero(kind == CODES["all-reduce"])[:1].tolist()):
-                kind[kind == CODES["all-reduce"]] = CODES["collective"]  # an imported trace does not say which it was
+            starts = [(time - first) * scale for time in trace.starts[rank]]
+            ends = [(time - first) * scale for time in trace.ends[rank]]
+            kind = list(map(_CODE_OF.__getitem__, program.ops[rank]))
+            if program.steps > 1:
+                number = [labels.number_of(program, ins) for ins in row]
+            else:
+                number = list(map(_MICROBATCH, row))
+            streams: defaultdict[str, list[int]] = defaultdict(list, compute=[])
+            for k, stream in enumerate(map(_STREAM, row)):
+                streams[stream].append(k)
+            for k in [k for k, code in enumerate(kind) if code in _SPECIAL]:
+                if kind[k] == RECEIVE:
+                    starts[k] = ends[k]
+                elif kind[k] == _REDUCE:
+                    number[k] = labels.number_of(program, row[k])
+                elif row[k].name:
+                    kind[k] = _COLLECTIVE  # an imported trace does not say which it was
             if shades.names:
-                both = zip(kind.tolist(), (shades.of(rank, ins) for ins in row), strict=True)
-                kind[:] = [_SHADED.get(one, one[0]) for one in both]
-            start = np.where(kind == RECEIVE, end, start)
-            named = [*map(_STREAM, row)]
-            streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}
-            stream = np.fromiter(map(streams.__getitem__, named), np.int32, len(row))
-            order = np.lexsort((start, stream))
-            edges = np.searchsorted(stream[order], np.arange(len(streams) + 1)).tolist()
-            pieces = []
-            for name, k in streams.items():
-                mine = order[edges[k] : edges[k + 1]]
-                for n, places in enumerate(_separated(start[mine], end[mine])):
-                    pieces.append(mine[places])
-                    last = done + len(pieces[-1])
-                    lanes.append(Lane(t, rank, name + (f" ({n + 1})" if n else ""), done, last))
-                    done = last
-            order = np.concatenate(pieces)
-            parts.append((start[order], (end - start)[order], kind[order], number[order], order))
-    types = (np.float64, np.float32, np.uint8, np.int32, np.uint32)
-    joined = [np.concatenate(c).astype(dtype) for c, dtype in zip(zip(*parts, strict=True), types, strict=True)]
-    return Columns(traces, lanes, *joined)
+                both = zip(kind, (shades.of(rank, ins) for ins in row), strict=True)
+                kind = [_SHADED.get(one, one[0]) for one in both]
+            for name, places in streams.items():
+                places.sort(key=starts.__getitem__)
+                for n, mine in enumerate(_separated(places, starts, ends)):
+                    done = len(found)
+                    found.lanes.append(Lane(t, rank, name + (f" ({n + 1})" if n else ""), done, done + len(mine)))
+                    found.start.extend(map(starts.__getitem__, mine))
+                    found.length.extend(map(sub, map(ends.__getitem__, mine), map(starts.__getitem__, mine)))
+                    found.kind.extend(map(kind.__getitem__, mine))
+                    found.number.extend(map(number.__getitem__, mine))
+                    found.index.extend(mine)
+    return found
 
 
-def _separated(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
+def _separated(places: list[int], starts: Sequence[float], ends: Sequence[float]) -> list[list[int]]:
     """Divide the events of a stream, sorted by start, into lanes in which no two overlap: usually a single lane."""
-    if not len(end) or (end[:-1] <= start[1:] + 1e-12 * abs(end[-1])).all():
-        return [slice(None)]
+    slack = 1e-12 * abs(ends[places[-1]]) if places else 0.0
+    begins = [starts[k] + slack for k in islice(places, 1, None)]
+    if all(map(le, map(ends.__getitem__, places), begins)):
+        return [places]
     lanes: list[list[int]] = []
     free: list[float] = []
-    for place, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
-        k = next((k for k, time in enumerate(free) if time <= first), len(free))
+    for place in places:
+        k = next((k for k, time in enumerate(free) if time <= starts[place]), len(free))
         if k == len(free):
             lanes.append([])
             free.append(0.0)
         lanes[k].append(place)
-        free[k] = last
-    return [np.array(lane) for lane in lanes]
+        free[k] = ends[place]
+    return lanes
 
 
 def _name(ins: Instruction, keys: dict[Any, int], names: dict[str, int]) -> int:

@@ -6,11 +6,10 @@ Events are numbered as in `columns.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from minipar.program import Program, Value
 from minipar.trace import Trace, labels
@@ -25,7 +24,7 @@ IDLE = {reason: k for k, reason in enumerate(REASONS)}  # codes of idle times
 _FINEST = 4096  # moments of a memory curve that are sent; longer ones keep the highest of each part
 _VALUES = 50_000  # values that are sent by name
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, "array[Any]"]
 
 
 def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, Any]]:
@@ -46,9 +45,7 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     facts: dict[str, Any] = {"names": names, "labels": labelled}
     _causes(columns, arrays)
     paths = [critical_path(trace) for trace in columns.traces]
-    arrays["path"] = np.array(
-        [columns.places[t][e.rank][e.index] for t, path in enumerate(paths) for e in path], np.uint32
-    )
+    arrays["path"] = array("I", [columns.places[t][e.rank][e.index] for t, path in enumerate(paths) for e in path])
     facts["path_words"] = path_in_words(columns.traces[-1], paths[-1])
     _idle(columns, arrays, facts)
     if memory:
@@ -61,11 +58,14 @@ def _causes(columns: Columns, arrays: Arrays) -> None:
     """The events whose results each event reads: the last writer of each value on its rank; for a RECV its SEND."""
     pairs: list[tuple[int, int]] = []
     for t, trace in enumerate(columns.traces):
-        places = [found.tolist() for found in columns.places[t]]
+        places = columns.places[t]
         pairs += [(places[r][k], places[rank][index]) for r, k, rank, index in reads(trace.program)]
-    both = np.array(sorted(set(pairs)), np.uint32).reshape(-1, 2)
-    arrays["before"] = np.searchsorted(both[:, 0], np.arange(len(columns) + 1)).astype(np.uint32)
-    arrays["before_of"] = both[:, 1].copy()
+    both = sorted(set(pairs))
+    count = [0] * (len(columns) + 1)
+    for event, _ in both:
+        count[event + 1] += 1
+    arrays["before"] = array("I", accumulate(count))
+    arrays["before_of"] = array("I", [cause for _, cause in both])
 
 
 def reads(program: Program) -> list[tuple[int, int, int, int]]:
@@ -92,54 +92,52 @@ def _idle(columns: Columns, arrays: Arrays, facts: dict[str, Any]) -> None:
             lanes.append([t, rank, len(rows), len(rows) + len(mine)])
             for one in mine:
                 by = holders.of(rank, one)
-                then, awaited = (int(places[rank][k]) if k >= 0 else -1 for k in (one.then, one.awaited))
-                held = int(places[by[0]][by[1]]) if by else -1
+                then, awaited = (places[rank][k] if k >= 0 else -1 for k in (one.then, one.awaited))
+                held = places[by[0]][by[1]] if by else -1
                 start, length = (one.start - zero) * scale, (one.end - one.start) * scale
                 rows.append((start, length, IDLE[one.reason], then, awaited, held))
-    table = np.array(rows, float).reshape(-1, 6)
-    arrays["idle_start"] = table[:, 0].copy()
-    arrays["idle_length"] = table[:, 1].astype(np.float32)
-    arrays["idle_kind"] = table[:, 2].astype(np.uint8)
-    for k, key in enumerate(("then", "awaited", "by"), 3):
-        arrays[f"idle_{key}"] = table[:, k].astype(np.int32)
+    _add(arrays, "idle", {"start": "d", "length": "f", "kind": "B", "then": "i", "awaited": "i", "by": "i"}, rows)
     facts["idle"] = lanes
 
 
 def _memory(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
     """The curves of all ranks, one after the other; `memory` says where each of them begins and ends."""
     scale, unit = labels.clock(traces).scale, 2**20 if traces[0].unit == "bytes" else 1
-    times, columns, where, done = [], [], [], 0
+    times, total, where = array("d"), array("f"), []
+    kinds = {kind: array("f") for kind in ALL_KINDS}
+    most = 0.0
     for t, trace in enumerate(traces):
         for rank in range(len(trace.program.ranks)):
             curve = trace.memory(rank)
-            time = (np.array(curve.times, float) - trace.span[0]) * scale
-            kinds = np.array([curve.kinds[kind] for kind in ALL_KINDS], float).reshape(len(ALL_KINDS), -1) / unit
-            keep = coarse(kinds.sum(0))
-            times.append(time[keep])
-            columns.append(kinds[:, keep])
-            where.append([t, rank, done, done + len(keep)])
-            done += len(keep)
-    stacked = np.concatenate(columns, 1)
-    shown = [k for k in range(len(ALL_KINDS)) if (stacked[k] > 1e-12).any()]
-    arrays["memory_time"] = np.concatenate(times)
-    for k in shown:
-        arrays[f"memory_{ALL_KINDS[k]}"] = stacked[k].astype(np.float32)
-    arrays["memory_total"] = stacked.sum(0).astype(np.float32)
+            sums = [sum(levels) / unit for levels in zip(*(curve.kinds[kind] for kind in ALL_KINDS), strict=True)]
+            keep = coarse(sums)
+            where.append([t, rank, len(times), len(times) + len(keep)])
+            times.extend([(curve.times[k] - trace.span[0]) * scale for k in keep])
+            total.extend(map(sums.__getitem__, keep))
+            for kind, column in kinds.items():
+                column.extend([curve.kinds[kind][k] / unit for k in keep])
+            most = max(most, *sums) if sums else most
+    shown = [kind for kind, column in kinds.items() if max(column, default=0) > 1e-12]
+    arrays["memory_time"] = times
+    for kind in shown:
+        arrays[f"memory_{kind}"] = kinds[kind]
+    arrays["memory_total"] = total
     facts["memory"] = where
-    facts["memory_most"] = float(stacked.sum(0).max(initial=0))
-    facts["memory_kinds"] = [ALL_KINDS[k] for k in shown]
+    facts["memory_most"] = most
+    facts["memory_kinds"] = shown
     facts["memory_unit"] = "MiB" if unit > 1 else "activations"
 
 
-def coarse(total: np.ndarray) -> np.ndarray:
+def coarse(total: Sequence[float]) -> Sequence[int]:
     """Which moments of a curve to keep: all, or the first, highest, lowest and last moment of each of equal parts."""
     if len(total) <= _FINEST:
-        return np.arange(len(total))
-    edges = np.linspace(0, len(total), _FINEST // 4 + 1).astype(int)
-    parts = [
-        (a, a + int(total[a:b].argmax()), a + int(total[a:b].argmin()), b - 1) for a, b in pairwise(edges.tolist())
-    ]
-    return np.unique(np.array(parts))
+        return range(len(total))
+    parts = _FINEST // 4
+    kept: set[int] = set()
+    for part in range(parts):
+        a, b = len(total) * part // parts, len(total) * (part + 1) // parts
+        kept |= {a, max(range(a, b), key=total.__getitem__), min(range(a, b), key=total.__getitem__), b - 1}
+    return sorted(kept)
 
 
 def _live(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
@@ -160,8 +158,13 @@ def _live(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> Non
             where.append([t, rank, begin, len(rows)])
         if len(rows) > _VALUES:
             return
-    table = np.array(rows, float).reshape(-1, 5)
-    for k, (key, dtype) in enumerate((("start", "f8"), ("end", "f8"), ("size", "f4"), ("kind", "u1"), ("name", "u4"))):
-        arrays[f"live_{key}"] = table[:, k].astype(dtype)
+    _add(arrays, "live", {"start": "d", "end": "d", "size": "f", "kind": "B", "name": "I"}, rows)
     facts["live"] = where
     facts["values"] = list(names)
+
+
+def _add(arrays: Arrays, name: str, types: Mapping[str, str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add the columns of a table, each as an array of its type."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(types)
+    for (key, code), column in zip(types.items(), columns, strict=True):
+        arrays[f"{name}_{key}"] = array(code, column)

@@ -111,8 +111,8 @@ def rows(timeline: Timeline) -> tuple[list[Row], int]:
 
 def labelled(found: Columns, lane: Lane) -> bool:
     """Whether a lane has collectives, which are labelled where ranks are few."""
-    kinds = found.kind[lane.first : lane.last]
-    return lane.stream != "compute" and len(kinds) > 0 and KINDS[int(kinds[0])] in COLLECTIVE
+    some = lane.last > lane.first
+    return lane.stream != "compute" and some and KINDS[found.kind[lane.first]] in COLLECTIVE
 
 
 def raster(timeline: Timeline, dark: bool | None = False) -> bytes:
@@ -224,7 +224,7 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
     faces = tuple(LOOKS[kind].face for kind in KINDS)
     rims = [LOOKS[kind].face if outlined and not LOOKS[kind].bands else LOOKS[kind].edge for kind in KINDS]
     tones = tuple(LOOKS[kind].tone or LOOKS[kind].edge for kind in KINDS)
-    start, length, kind = found.start[here], found.length[here], found.kind[here]
+    start, length, kind = (np.asarray(column)[here] for column in (found.start, found.length, found.kind))
     line = cells(start, length, kind, 0.0, span, wide)
     part = 1.0 if not outlined else 0.4 if look.paper != ANY.paper else 0.22  # (numbers on it are grey)
     first, high = FINE * (top + row.y), FINE * row.height
@@ -250,11 +250,11 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
     area = pixels[first + high : first + high + FINE * row.strip, FINE * LEFT : FINE * LEFT + wide]
     if timeline.about["folded"]:
         colours = tuple(colour for _, colour in DIFFERENCES)
-        area[:] = _inks(colours, look.paper)[cells(start, length, timeline.levels[here], 0.0, span, wide)]
+        area[:] = _inks(colours, look.paper)[cells(start, length, np.asarray(timeline.levels)[here], 0.0, span, wide)]
     elif timeline.found and not timeline.about["large"]:
         arrays, facts = timeline.found
         first, last = next(one[2:] for one in facts["idle"] if one[:2] == [lane.trace, lane.rank])
-        starts, lengths, kinds = (arrays[f"idle_{key}"][first:last] for key in ("start", "length", "kind"))
+        starts, lengths, kinds = (np.asarray(arrays[f"idle_{key}"])[first:last] for key in ("start", "length", "kind"))
         reasons = (look.rule, look.muted, look.warn)
         area[:] = _inks(reasons, look.paper)[cells(starts, lengths, kinds, 0.0, span, wide)]
 
@@ -388,7 +388,7 @@ def _memory(pixels: np.ndarray, more: Any, about: dict[str, Any], top: int, span
     arrays, facts = more
     trace, rank = len(about["traces"]) - 1, about["highest"]
     first, last = next(one[2:] for one in facts["memory"] if one[:2] == [trace, rank])
-    time, total = arrays["memory_time"][first:last], arrays["memory_total"][first:last]
+    time, total = (np.asarray(arrays[f"memory_{key}"])[first:last] for key in ("time", "total"))
     wide, high = pixels.shape[1] - FINE * (LEFT + RIGHT), FINE * CURVE
     highest = float(total.max(initial=0)) or 1.0
     if about["capacity"] and about["capacity"] < 4 * highest:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import traitlets
 
 from minipar.errors import MiniparError, PlanError
@@ -122,7 +123,7 @@ class Timeline(View):
 
     def _fill(self, found: Columns) -> None:
         clock = labels.clock(self.traces)
-        shown = np.bincount(found.kind, minlength=len(KINDS))
+        shown = {plain(KINDS[code]) for code in set(found.kind)}
         arrays = {key: getattr(found, key) for key in ("start", "length", "kind", "number", "index")}
         self.data, layout = pack(arrays)
         large, light = len(found) > LARGE, len(found) > MANY
@@ -131,7 +132,7 @@ class Timeline(View):
             "layout": layout,
             "unit": clock.unit,
             "kinds": KINDS,
-            "shown": [kind for kind in KINDS if kind in {plain(KINDS[k]) for k in np.flatnonzero(shown)}],
+            "shown": [kind for kind in KINDS if kind in shown],
             "said": labels.legend(KINDS, labels.names(self.traces)),
             "shades": self._shades(),
             "per": found.per_step,
@@ -171,15 +172,14 @@ class Timeline(View):
         return list(next((names for names in (Shades(trace.program).names for trace in self.traces) if names), ()))
 
     @property
-    def levels(self) -> np.ndarray:
+    def levels(self) -> Sequence[int]:
         """For each event of a comparison, how long it took against its twin: a position in `comparison.LEVELS`."""
         found, first = self.columns, self.columns.places[0]
-        kinds = np.full(len(found), 2, np.uint8)
+        kinds = array("B", b"\2" * len(found))
         for lane in found.lanes:
             if lane.trace and lane.stream == "compute":
-                here = slice(lane.first, lane.last)
-                other = found.length[first[lane.rank][found.index[here]]]
-                kinds[here] = [level(a, b) for a, b in zip(found.length[here].tolist(), other.tolist(), strict=True)]
+                for k in range(lane.first, lane.last):
+                    kinds[k] = level(found.length[k], found.length[first[lane.rank][found.index[k]]])
         return kinds
 
     def busier(self, rank: int) -> float:
