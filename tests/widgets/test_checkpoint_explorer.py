@@ -102,11 +102,11 @@ def test_controls_change_tape_and_curves() -> None:
 def test_figure_has_the_sqrt_point_on_the_curve() -> None:
     explorer = CheckpointExplorer(25)
     explorer.controls["saved"].value = 0
-    memory, time, star = explorer.figure().data
-    assert "√N = 5" in star.name
-    assert list(star.x) == [5]
-    assert star.y[0] == memory.y[list(memory.x).index(5)] == min(memory.y)
-    assert max(time.y) < 4 / 3 + 1e-9
+    memory, time, star = explorer.figure()["data"]
+    assert "√N = 5" in star["name"]
+    assert star["x"] == [5]
+    assert star["y"][0] == memory["y"][memory["x"].index(5)] == min(memory["y"])
+    assert max(time["y"]) < 4 / 3 + 1e-9
 
 
 def test_measured_runs_lie_near_the_curve() -> None:

@@ -18,10 +18,8 @@ from minipar_widgets import (
     ServerView,
     ShardingExplorer,
     Timeline,
-    exploring,
 )
 from minipar_widgets.base import Shown
-from minipar_widgets.exploring import Settings
 from tests.browsers import accessible, barriers, browser
 from tests.widgets.conftest import Seen
 
@@ -34,7 +32,7 @@ def _server() -> Shown:
 
 
 def _plans() -> Shown:
-    return PlanExplorer("llama3-8b", "h100", gpus=8, batch=64, grid={"gpus": (8, 16), "batches": (64,)})
+    return PlanExplorer("llama3-8b", "h100", gpus=8, batch=64)
 
 
 EXPLORERS = {
@@ -46,10 +44,7 @@ EXPLORERS = {
     "plan": _plans,
 }
 OTHERS = {
-    "schedules": lambda: ScheduleExplorer(
-        schedule="gpipe",
-        grid={"schedules": ("gpipe", "zb-v", "chimera"), "stages": (2, 3, 4), "microbatches": (4, 8)},
-    ),
+    "schedules": lambda: ScheduleExplorer(schedule="gpipe"),
     "editor": lambda: ScheduleEditor("1f1b", stages=3, microbatches=4, schedule="test-pages"),
     "timeline": lambda: Timeline(
         simulate(Plan(pp=2, dp=2).compile(layers=4)), simulate(Plan(pp=2, dp=2).compile(layers=4))
@@ -200,62 +195,6 @@ def test_nobody_is_kept_out(browser: Any, pages: dict[str, Path], name: str) -> 
     seen.close()
 
 
-def test_sliders_of_a_page_show_what_the_engine_says(browser: Any, pages: dict[str, Path]) -> None:
-    """Without a kernel: each choice with its own result, or the reason why there is none and nothing beside it."""
-    seen = Seen(browser, pages["schedules"])
-    caption, problem, head = (seen.page.locator(name).first for name in (".mp-caption", ".mp-problem", "h1"))
-    schedule, stages = (seen.page.get_by_label(name, exact=True) for name in ("schedule", "stages (ranks)"))
-
-    def shown(name: str, count: int) -> None:
-        found = exploring.explore(Settings(name, count, 8))
-        if found.trace is None:
-            seen.page.get_by_role("alert").filter(has_text=found.problem.splitlines()[0]).wait_for()
-            assert not seen.canvas.is_visible()
-            assert not caption.is_visible()
-            facts = found.problem.splitlines()[0]
-        else:
-            seen.page.wait_for_function(
-                "(words) => document.querySelector('.mp-caption').textContent.includes(words)",
-                arg=exploring.facts(found).partition(" · staleness")[0],
-            )
-            assert not problem.is_visible()
-            assert seen.canvas.is_visible()
-            facts = exploring.facts(found)
-        assert facts in head.inner_text()
-        assert f"{name}, {count} stages" in head.inner_text()
-
-    shown("gpipe", 4)
-    for name, count in (("zb-v", 4), ("chimera", 4), ("chimera", 3), ("zb-v", 3), ("gpipe", 2)):
-        schedule.select_option(name)
-        stages.fill(str(count - 2))
-        shown(name, count)
-    for k in (0, 1, 2, 1, 0, 2):  # faster than the page opens a schedule's results
-        schedule.select_option(index=k % 3)
-        stages.evaluate("(el, k) => { el.value = k; el.dispatchEvent(new Event('input')); }", k)
-    shown("chimera", 4)
-    seen.close()
-
-
-def test_sliders_of_memory_judge_again(browser: Any, pages: dict[str, Path]) -> None:
-    seen = Seen(browser, pages["memory"])
-    other = MemoryExplorer()
-    seen.page.locator(".mp-more").click()  # stays open for the next verdict
-    for name, value, place in (("dp", 2, 1), ("pp", 1, 0), ("ZeRO stage", 3, 3)):
-        seen.page.get_by_label(name, exact=True).fill(str(place))
-        other.controls["zero" if name == "ZeRO stage" else name].value = value
-        seen.page.locator(".mp-fit", has_text=other.view.memory.verdict.partition(": ")[2]).wait_for()
-        assert str(other.choice) in seen.page.locator("h1").inner_text()
-        assert seen.readout().startswith(f"{other.view.data['groups'][0]['label']}: ")
-    assert seen.page.locator(".mp-more").get_attribute("aria-expanded") == "true"
-    seen.page.locator(".mp-more").click()
-    term = seen.page.locator(".mp-term", has_text="optimizer").first
-    for ask in (term.hover, term.focus):  # it explains itself to the pointer and to the keyboard
-        ask()
-        assert "what Adam keeps" in term.get_by_role("tooltip").inner_text()
-        seen.page.mouse.move(0, 0)
-    seen.close()
-
-
 def test_it_plays_to_the_end(browser: Any, pages: dict[str, Path]) -> None:
     seen = Seen(browser, pages["collective"])
     seen.canvas.focus()
@@ -354,41 +293,6 @@ def test_forms_are_fixed_by_clicks_and_keys(browser: Any, tmp_path: Path) -> Non
 
 def wait_for_words(seen: Seen, place: str, words: str) -> None:
     seen.page.locator(place, has_text=words).first.wait_for()
-
-
-def test_plans_of_a_page_answer_sliders_and_pins_from_its_table(browser: Any, pages: dict[str, Path]) -> None:
-    seen = Seen(browser, pages["plan"])
-    caption, pins = seen.page.locator(".mp-caption"), seen.page.locator(".mp-pins")
-    seen.page.get_by_role("button", name="show as table").click()
-    before = caption.inner_text()
-    gpus = seen.page.get_by_role("slider", name="GPUs")
-    gpus.focus()
-    gpus.press("ArrowRight")
-    assert gpus.get_attribute("aria-valuetext") == "16"
-    seen.page.wait_for_function(f"document.querySelector('.mp-caption').textContent !== {before!r}")
-    seen.canvas.focus()
-    seen.canvas.press("Enter")  # tp=1 of the best plan, with 16 GPUs
-    wait_for_words(seen, ".mp-readout", "not computed for this page")
-    seen.page.get_by_role("button", name="free tp=1").click()
-    gpus.press("ArrowLeft")
-    seen.page.wait_for_function(f"document.querySelector('.mp-caption').textContent === {before!r}")
-    assert "best plan" in seen.readout()
-    seen.canvas.focus()
-    for key in ("Home", "ArrowLeft", "End"):  # (tp is the first column)
-        seen.canvas.press(key)
-    for _ in range(8):
-        if seen.readout().startswith("tp=8"):
-            break
-        seen.canvas.press("ArrowUp")
-    seen.canvas.press("Enter")
-    wait_for_words(seen, ".mp-pins", "costs +")
-    assert seen.page.get_by_role("button", name="free tp=8").count() == 1
-    assert "tp=8" in seen.page.locator(".mp-table").inner_text()
-    seen.canvas.press("z")
-    wait_for_words(seen, ".mp-pins", "nothing is pinned")
-    assert caption.inner_text() == before
-    assert "free" not in pins.inner_text()
-    seen.close()
 
 
 def test_the_editor_walks_and_steps_but_changes_nothing(browser: Any, pages: dict[str, Path]) -> None:

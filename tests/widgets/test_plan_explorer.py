@@ -12,7 +12,7 @@ from minipar.costs.hardware import PRESETS
 from minipar.models.sizes import MODELS, Transformer
 from minipar.planner.exhaustive import search
 from minipar_widgets import PlanExplorer
-from minipar_widgets.plan_explorer import Grid, PlanView, Question
+from minipar_widgets.plan_explorer import PlanView, Question
 from minipar_widgets.plan_model import (
     BUDGETS,
     KINDS,
@@ -31,11 +31,10 @@ from minipar_widgets.plan_model import (
 )
 
 HERE = Question("llama3-8b", "h100", 8, 64)
-SMALL = {"gpus": (8, 16), "batches": (64,)}
 
 
 def small(**more) -> PlanExplorer:
-    return PlanExplorer("llama3-8b", "h100", **{"gpus": 8, "batch": 64, "grid": SMALL, **more})
+    return PlanExplorer("llama3-8b", "h100", **{"gpus": 8, "batch": 64, **more})
 
 
 def asked(question: Question = HERE):
@@ -157,8 +156,6 @@ def test_errors_name_what_is_wrong() -> None:
         PlanExplorer("llama3-8b", "abacus")
     with pytest.raises(PlanError, match="must be key=value, such as tp=8"):
         small(pins="tp")
-    with pytest.raises(PlanError, match="grid 'gpu': must be one of models, hardware, gpus"):
-        small(grid={"gpu": (8,)})
     with pytest.raises(PlanError, match="gpus=0: must be a whole number"):
         small(gpus=0)
 
@@ -171,18 +168,10 @@ def test_models_and_machines_of_the_user() -> None:
     assert repr(explorer).startswith("plans for mine on 2 h100 memory=20GB, batch 8: ")
 
 
-def test_a_page_has_the_answers_of_its_grid() -> None:
+def test_a_page_has_its_answer_whole() -> None:
     view = small().view
-    before = (view.data, view.question)
     state = view.state()
     assert state["alive"] is False
-    assert state["options"] == {"model": ["llama3-8b"], "machine": ["h100"], "gpus": [8, 16], "batch": [64]}
-    assert set(state["grid"]) == {"llama3-8b|h100|8|64", "llama3-8b|h100|16|64"}
-    here, there = state["grid"].values()
-    assert here["data"]["plans"] == [described(one, view.found.best[0]) for one in view.found.best]
-    assert set(here["more"]) == {"front", "budgets", *(key for key in here["data"]["columns"] if key in SEARCHED)}
-    assert there["more"] == {}
-    assert there["data"]["plans"][0]["seconds"] == solved(asked(Question("llama3-8b", "h100", 16, 64))).plan.time  # type: ignore[union-attr]
-    assert (view.data, view.question) == before
-    whole = PlanView(Shelf(), HERE, Grid(("llama3-8b",), ("h100",), (4, 8), (64,), whole=True)).state()
-    assert whole["grid"]["llama3-8b|h100|4|64"]["more"]["budgets"] == BUDGETS
+    assert state["data"]["plans"] == [described(one, view.found.best[0]) for one in view.found.best]
+    assert set(state["more"]) == {"front", "budgets", *(key for key in state["data"]["columns"] if key in SEARCHED)}
+    assert state["more"]["budgets"] == BUDGETS

@@ -21,11 +21,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
-import anywidget
-import ipywidgets
-import traitlets
-
-from minipar_widgets import words
+from minipar_widgets import addresses, words
+from minipar_widgets.arguments import one_of
+from minipar_widgets.host import PAGE, anywidget, traitlets, ui
 from minipar_widgets.inline import SOURCES, inline
 from minipar_widgets.naming import EXPLORER, Names, page_head
 
@@ -75,6 +73,14 @@ class Shown:
             data[_VIEW] = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}  # type: ignore[attr-defined]
         return data, about
 
+    def address(self) -> dict[str, str]:
+        """What a link to this state says: names and texts."""
+        return {}
+
+    def follow(self, words: Mapping[str, str]) -> None:
+        """Show the state of a link. Errors: PlanError for what cannot be."""
+        one_of("address", next(iter(words), ""), ("",))
+
     def show(self, static: bool | None = None) -> None:
         """Display the widget. `static=True`, or MINIPAR_STATIC=1, shows only the picture, as without a kernel."""
         from IPython.display import display
@@ -113,7 +119,7 @@ class View(Shown, anywidget.AnyWidget):
     table: Any = traitlets.List().tag(sync=True)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if "name" in cls.__dict__:
+        if "name" in cls.__dict__ and not PAGE:  # (a page has the files themselves)
             cls._esm = inline(SOURCES / f"{cls.name}.js")
             styles = (SOURCES / f"{name}.css" for name in ("shared", cls.name))
             cls._css = "".join(path.read_text(encoding="utf-8") for path in styles if path.exists())
@@ -143,7 +149,7 @@ class View(Shown, anywidget.AnyWidget):
         )
 
 
-class Explorer(Shown, ipywidgets.VBox):
+class Explorer(Shown, ui.VBox):
     """Controls and views together: sliders change settings, Python computes, views redraw.
 
     Subclasses fill `children`. `view` is the first view among them: unless a subclass overrides them, its texts and
@@ -153,15 +159,31 @@ class Explorer(Shown, ipywidgets.VBox):
 
     titled = True
     view: View
+    controls: Mapping[str, Any] = {}
 
-    def __init__(self, children: Sequence[ipywidgets.Widget] = (), **options: Any) -> None:
-        super().__init__([*children, Names(layout={"margin": "0"})], **options)
+    def __init__(self, children: Sequence[ui.Widget] = (), **options: Any) -> None:
+        names = [] if PAGE else [Names(layout={"margin": "0"})]
+        super().__init__([*children, *names], **options)
         self.add_class(EXPLORER)
 
     @property
     def views(self) -> Sequence[View]:
         """The views among the children, in order."""
         return [child for child in _descendants(self) if isinstance(child, View)]
+
+    def address(self) -> dict[str, str]:
+        return {
+            name: addresses.said(control)
+            for name, control in self.controls.items()
+            if not control.disabled and control.layout.display != "none"
+        }
+
+    def follow(self, words: Mapping[str, str]) -> None:
+        for name in words:
+            one_of("address", name, tuple(self.controls))
+        for name, control in self.controls.items():
+            if name in words:
+                control.value = addresses.heard(control, name, words[name])
 
     def settings(self) -> dict[str, str]:
         """The values of the controls as text, for a page where they cannot be moved."""
@@ -189,24 +211,28 @@ class Explorer(Shown, ipywidgets.VBox):
             tag = "h1" if name == "line" else "div"
             head += f'<{tag} data-part="{place} {name}">{html}</{tag}>\n'
         views = "".join(view.section(f"{place}-{k}") for k, view in enumerate(self.views))
-        return page_head(head, f"{place}-head") + self.controls_section(place) + views
-
-    def controls_section(self, place: str) -> str:
-        """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""
-        return ""
+        return page_head(head, f"{place}-head") + views
 
 
 NOTE = "minipar-note"  # the CSS class of a text of several lines
 
 
-def beside(button: ipywidgets.Button, note: ipywidgets.HTML) -> ipywidgets.Box:
+def beside(button: ui.Button, note: ui.HTML) -> ui.Box:
     """A button with a text of some lines beside it, or below it where there is little room."""
     note.layout = {"flex": "1 1 240px", "min_width": "0"}
     note.add_class(NOTE)
-    return ipywidgets.Box(
-        [ipywidgets.HTML(f"<style>.{NOTE} .widget-html-content {{ line-height: 1.4; }}</style>"), button, note],
+    return ui.Box(
+        [ui.HTML(f"<style>.{NOTE} .widget-html-content {{ line-height: 1.4; }}</style>"), button, note],
         layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"},
     )
+
+
+def real(code: str, *parts: ui.Widget) -> tuple[ui.Widget, ...]:
+    """Parts of an explorer that need real ranks; in a page, in their place, how to get these."""
+    if not PAGE:
+        return parts
+    how = "On real ranks: <code>pip install minipar</code>, and in a notebook"
+    return (ui.HTML(f"<p>{how} <code>from minipar_widgets import *; {escape(code)}</code></p>"),)
 
 
 def facts(values: Mapping[str, str]) -> str:
@@ -226,7 +252,7 @@ def live() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def _descendants(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
+def _descendants(widget: ui.Widget) -> list[ui.Widget]:
     found = []
     for child in getattr(widget, "children", ()):
         found += [child, *([] if isinstance(child, View) else _descendants(child))]

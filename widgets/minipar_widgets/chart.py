@@ -7,8 +7,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-import ipywidgets
-
+from minipar_widgets.host import ui
 from minipar_widgets.words import FINE
 
 _PLOTLY = "application/vnd.plotly.v1+json"
@@ -22,12 +21,12 @@ _STYLE = """<style>
 </style>"""
 
 
-class Chart(ipywidgets.VBox):
+class Chart(ui.VBox):
     """The place of a figure. `height` pixels are reserved, so that nothing jumps while a new figure is drawn."""
 
     def __init__(self, height: int) -> None:
-        self.output, self.paper = ipywidgets.Output(layout={"min_height": f"{height}px"}), ipywidgets.HTML()
-        self.place = f"minipar-{self.output.model_id[:8]}"  # (a page may have several, of different heights)
+        self.output, self.paper = ui.Output(layout={"min_height": f"{height}px"}), ui.HTML()
+        self.place = f"minipar-chart-{height}"  # (a page may have several, of different heights)
         self.output.add_class(self.place)
         super().__init__([self.paper, self.output])
 
@@ -36,21 +35,12 @@ class Chart(ipywidgets.VBox):
         if figure is None:
             self.output.outputs = ()
             return
-        height = str(figure.layout.height)
+        height = str(figure["layout"]["height"])
         self.paper.value = _STYLE.replace("PLACE", self.place).replace("HEIGHT", height)
         self.output.layout.min_height = f"{height}px"
-        drawn = plain(figure.to_plotly_json()) | {"config": {"displaylogo": False, "responsive": True}}
+        drawn = figure | {"config": {"displaylogo": False, "responsive": True}}
         data = {_PLOTLY: drawn, "text/plain": words}
         self.output.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
-
-
-def plain(value: Any) -> Any:
-    """The same value with plain lists and numbers in the place of arrays."""
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def layout(height: int, x: str, y: str = "") -> dict[str, Any]:

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-import ipywidgets
-import traitlets
-
 from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError, PlanError
 from minipar.prediction.memory_formula import size
@@ -19,7 +16,7 @@ from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.arguments import whole
-from minipar_widgets.base import Explorer, View, beside
+from minipar_widgets.base import Explorer, View, beside, real
 from minipar_widgets.checkpoint_model import (
     MOST_LAYERS,
     Layers,
@@ -31,6 +28,7 @@ from minipar_widgets.checkpoint_model import (
     measure,
     tape,
 )
+from minipar_widgets.host import traitlets, ui
 from minipar_widgets.sketch import Sketch, ticks
 
 _KINDS = {Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward"}
@@ -177,29 +175,29 @@ class CheckpointExplorer(Explorer):
         both = {"style": style, "layout": size_}
         way, length, budget, starts = _read(str(checkpoint), layers)
         self.controls: dict[str, Any] = {
-            "layers": ipywidgets.IntSlider(layers, 2, MOST_LAYERS, description="layers", **both),
-            "kind": ipywidgets.Dropdown(
+            "layers": ui.IntSlider(layers, 2, MOST_LAYERS, description="layers", **both),
+            "kind": ui.Dropdown(
                 options=[("in units", 0), ("Linear, GELU: 256 rows", 256), ("Linear, GELU: 1024 rows", 1024)],
                 value=0, description="a layer", style=style, layout={"width": "25em", "max_width": "calc(100% - 4px)"},
             ),
-            "saved": ipywidgets.IntSlider(1, 0, 16, description="saves (units)", **both),
-            "backward": ipywidgets.FloatSlider(2, min=0.5, max=4, step=0.1, description="backward takes", **both),
-            "way": ipywidgets.Dropdown(
+            "saved": ui.IntSlider(1, 0, 16, description="saves (units)", **both),
+            "backward": ui.FloatSlider(2, min=0.5, max=4, step=0.1, description="backward takes", **both),
+            "way": ui.Dropdown(
                 options=["none", "sqrt", "every K layers", "a budget", "layers"], value=way,
                 description="checkpoint", **both,
             ),
-            "length": ipywidgets.IntSlider(length, 1, layers, description="K", **both),
-            "budget": ipywidgets.IntSlider(budget, 5, 100, description="budget (%)", **both),
-            "starts": ipywidgets.Text(starts, description="begin at", continuous_update=False, **both),
+            "length": ui.IntSlider(length, 1, layers, description="K", **both),
+            "budget": ui.IntSlider(budget, 5, 100, description="budget (%)", **both),
+            "starts": ui.Text(starts, description="begin at", continuous_update=False, **both),
         }  # fmt: skip
         self.view = CheckpointView()
         self.chart = chart.Chart(300)
-        self.run_button = ipywidgets.Button(description="measure", icon="play", layout={"width": "9em", "flex": "none"})
-        self.note = ipywidgets.HTML()
+        self.run_button = ui.Button(description="measure", icon="play", layout={"width": "9em", "flex": "none"})
+        self.note = ui.HTML()
         self.runs: list[MeasuredStep] = []
-        panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
+        panel = ui.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         foot = beside(self.run_button, self.note)
-        super().__init__([panel, self.view, foot, self.chart])
+        super().__init__([panel, self.view, *real("CheckpointExplorer()", foot), self.chart])
         for control in self.controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(self.measure)
@@ -229,7 +227,7 @@ class CheckpointExplorer(Explorer):
             now[name].layout.display = "" if now["way"].value == way else "none"
         for name in ("saved", "backward"):
             now[name].layout.display = "none" if now["kind"].value else ""
-        if change is not None and change.owner in (now["layers"], now["kind"]):
+        if change is not None and change["owner"] in (now["layers"], now["kind"]):
             self.runs = []
         self.run_button.disabled = not now["kind"].value
         self.note.value = escape(self._said())
@@ -270,17 +268,16 @@ class CheckpointExplorer(Explorer):
             control.disabled = locked
 
     def figure(self) -> Any:
-        """Memory and time over the segment length, with the sqrt(N) point, as a plotly figure."""
-        import plotly.graph_objects as go
-
+        """Memory and time over the segment length, with the sqrt(N) point, as data for plotly."""
         layers, points = self.layers, curve(self.layers)
         unit, word = (2**20, "MiB") if layers.rows else (1, "units")
         none, rest, best = points[0], points[1:], best_length(layers)
-        found, x = go.Figure(), [point.length for point in rest]
+        found: list[dict[str, Any]] = []
+        x = [point.length for point in rest]
 
         def points_of(name: str, x: Sequence[int], y: Sequence[float], colour: str, mark: str, **more: Any) -> None:
             marker = {"symbol": mark, "size": 11, "color": colour, "line": {"color": "#fff", "width": 1}}
-            found.add_scatter(x=x, y=y, name=name, **{"mode": "markers", "marker": marker, **more})
+            found.append({"type": "scatter", "x": x, "y": y, "name": name, "mode": "markers", "marker": marker, **more})
 
         line = {"mode": "lines+markers", "line": {"color": "#0072B2"}, "marker": {"size": 5}}
         points_of(f"peak memory ({word})", x, [p.peak / unit for p in rest], "#0072B2", "circle", **line)
@@ -290,16 +287,13 @@ class CheckpointExplorer(Explorer):
         )
         text = f"√N a/s = {best}" if best != round(math.sqrt(layers.count)) else f"√N = {best}"
         points_of(text, [best], [points[best].peak / unit], "#D55E00", "star")
-        found.add_hline(y=none.peak / unit, line={"dash": "dash", "color": "#888"})
-        above = {"xref": "paper", "x": 0.01, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-        found.add_annotation(y=none.peak / unit, text="no recomputation", **above)
         runs = [run for run in self.runs if run.length]
         base = next((run.seconds for run in self.runs if not run.length), 0.0)
         if runs and base:
             x = [run.length for run in runs]
             points_of("measured memory", x, [run.peak / unit for run in runs], "#0072B2", "diamond")
             points_of("measured time", x, [run.seconds / base for run in runs], "#E69F00", "diamond", yaxis="y2")
-        found.update_layout(**chart.layout(300, "layers in a segment (K)", f"peak memory ({word})"))
+        layout = chart.layout(300, "layers in a segment (K)", f"peak memory ({word})")
         second = {
             "overlaying": "y",
             "side": "right",
@@ -308,8 +302,15 @@ class CheckpointExplorer(Explorer):
             "dtick": 0.25,
             "range": [0, 1.75],
         }
-        found.update_layout(yaxis2=second, yaxis={"rangemode": "tozero"})
-        return found
+        layout["yaxis"]["rangemode"] = "tozero"
+        level = {"y0": none.peak / unit, "y1": none.peak / unit, "line": {"dash": "dash", "color": "#888"}}
+        above = {"xref": "paper", "x": 0.01, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        layout |= {
+            "yaxis2": second,
+            "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, **level}],
+            "annotations": [{"y": none.peak / unit, "text": "no recomputation", **above}],
+        }
+        return {"data": found, "layout": layout}
 
     def settings(self) -> dict[str, str]:
         kind = next(name for name, rows in self.controls["kind"].options if rows == self.controls["kind"].value)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ipywidgets
-import traitlets
-
 from minipar.errors import MiniparError
 from minipar.prediction.memory_formula import size
 from minipar.program import Op, collectives
@@ -14,6 +11,7 @@ from minipar.wording import several
 from minipar_widgets.arguments import one_of, whole
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.collective_model import MOST_RANKS, Cell, Links, Play, play
+from minipar_widgets.host import traitlets, ui
 from minipar_widgets.sketch import Sketch
 
 _SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -188,29 +186,29 @@ class CollectivePlayer(Explorer):
         layout = {"width": "20em"}
         both = {"style": style, "layout": layout}
         numbers = {**both, "continuous_update": False}
-        self.collective = ipywidgets.Dropdown(
+        self.collective = ui.Dropdown(
             options=collectives.COLLECTIVES, value=collective, description="collective", **both
         )
-        self.algorithm = ipywidgets.Dropdown(options=names, value=algorithm, description="algorithm", **both)
-        self.ranks = ipywidgets.IntSlider(ranks, 2, MOST_RANKS, description="ranks", **both)
-        self.nodes = ipywidgets.Dropdown(options=_divisors(ranks), value=1, description="nodes", **both)
-        self.root = ipywidgets.IntSlider(0, 0, ranks - 1, description="root", **both)
-        self.mebibytes = ipywidgets.FloatLogSlider(
+        self.algorithm = ui.Dropdown(options=names, value=algorithm, description="algorithm", **both)
+        self.ranks = ui.IntSlider(ranks, 2, MOST_RANKS, description="ranks", **both)
+        self.nodes = ui.Dropdown(options=_divisors(ranks), value=1, description="nodes", **both)
+        self.root = ui.IntSlider(0, 0, ranks - 1, description="root", **both)
+        self.mebibytes = ui.FloatLogSlider(
             4, min=-3, max=7, step=1, base=2, readout_format=".4g", description="size (MiB)", **numbers
         )
-        self.alpha = ipywidgets.FloatSlider(20, min=0, max=500, description="latency (µs)", **numbers)
-        self.rate = ipywidgets.FloatLogSlider(
+        self.alpha = ui.FloatSlider(20, min=0, max=500, description="latency (µs)", **numbers)
+        self.rate = ui.FloatLogSlider(
             10, min=-1, max=2.5, step=0.1, readout_format=".3g", description="link (GB/s)", **numbers
         )
-        self.adding = ipywidgets.FloatLogSlider(
+        self.adding = ui.FloatLogSlider(
             50, min=0, max=3, step=0.1, readout_format=".3g", description="adding (GB/s)", **numbers
         )
-        self.far = ipywidgets.FloatSlider(1, min=1, max=20, description="nodes slower ×", **numbers)
+        self.far = ui.FloatSlider(1, min=1, max=20, description="nodes slower ×", **numbers)
         self.view = CollectiveView(collective, algorithm, ranks, 4 << 20, links=Links(20e-6, 1e-10, 2e-11))
-        controls = [self.collective, self.algorithm, self.ranks, self.nodes, self.root,
-                    self.mebibytes, self.alpha, self.rate, self.adding, self.far]  # fmt: skip
-        super().__init__([ipywidgets.HBox(controls, layout={"flex_flow": "row wrap"}), self.view])
-        for control in controls:
+        names = ("collective", "algorithm", "ranks", "nodes", "root", "mebibytes", "alpha", "rate", "adding", "far")
+        self.controls = {name: getattr(self, name) for name in names}
+        super().__init__([ui.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"}), self.view])
+        for control in self.controls.values():
             control.observe(self._changed, "value")
         self._changed()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from minipar.program import COMPUTE, TRANSFERS, Instruction, Op, version_of
 from minipar.trace import Trace, labels
-from minipar.trace.figure import LOOKS, SHADED
+from minipar.trace.figure import COLLECTIVE, LOOKS, SHADED
 from minipar.trace.shades import MOST as SHADES
 from minipar.trace.shades import Shades
 
@@ -153,6 +153,12 @@ def columns(traces: Sequence[Trace]) -> Columns:
                     found.number.extend(map(number.__getitem__, mine))
                     found.index.extend(mine)
     return found
+
+
+def labelled(found: Columns, lane: Lane) -> bool:
+    """Whether a lane has collectives, which are labelled where ranks are few."""
+    some = lane.last > lane.first
+    return lane.stream != "compute" and some and KINDS[found.kind[lane.first]] in COLLECTIVE
 
 
 def _separated(places: list[int], starts: Sequence[float], ends: Sequence[float]) -> list[list[int]]:

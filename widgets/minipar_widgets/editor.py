@@ -8,18 +8,19 @@ Plan(pp=4, microbatches=8, schedule="by-hand")                 it is registered,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import traitlets
-
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, PlanError
 from minipar.program import Program
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace, figure, labels
 from minipar.trace.shades import repeated
 from minipar.wording import several
 from minipar_widgets import judging, orders
+from minipar_widgets.arguments import one_of
 from minipar_widgets.base import View
+from minipar_widgets.host import traitlets
 from minipar_widgets.judging import Judgement
 from minipar_widgets.orders import Order
 from minipar_widgets.sketch import Sketch
@@ -55,7 +56,7 @@ class ScheduleEditor(View):
         super().__init__()
         self.schedule = schedule
         self._costs = (forward, backward, latency)
-        self._id = 0
+        self._id, self._start = 0, "1f1b"
         self._now: Order | None = None
         self._judgement = Judgement(None)
         self.observe(lambda change: self._asked(change["new"]), "order")
@@ -63,6 +64,7 @@ class ScheduleEditor(View):
 
     def load(self, start: str | Plan | Program, stages: int = 4, microbatches: int = 4) -> None:
         """Begin again with another order."""
+        self._start = start if isinstance(start, str) else self._start
         try:
             found, self.problem = orders.order_of(start, stages, microbatches), ""
             self._id += 1
@@ -74,6 +76,24 @@ class ScheduleEditor(View):
                 self.problem = str(error)
                 self.board = {"id": self._id, "ranks": [], "reason": str(error), "details": "", "facts": "", "code": ""}
                 self.refresh()
+
+    def address(self) -> dict[str, str]:
+        if self._now is None:
+            return {}
+        ranks = "-".join(".".join(word.replace(".", ":") for word in row) for row in self._now.words)
+        return {"schedule": self._start, "stages": str(len(self._now.words)),
+                "microbatches": str(self._now.microbatches), "order": ranks}  # fmt: skip
+
+    def follow(self, words: Mapping[str, str]) -> None:
+        for name in words:
+            one_of("address", name, ("schedule", "stages", "microbatches", "order"))
+        counts = [words.get(name, "4") for name in ("stages", "microbatches")]
+        if not all(text.isdigit() and 1 <= int(text) <= 64 for text in counts):
+            raise PlanError(f"stages and microbatches {counts}: must be whole numbers from 1 to 64")
+        self.load(words.get("schedule", "1f1b"), *map(int, counts))
+        if "order" in words and self._now is not None:
+            rows = [[word.replace(":", ".") for word in row.split(".")] for row in words["order"].split("-")]
+            self._judge(Order(tuple(map(tuple, rows)), self._now.microbatches, self._now.stages))
 
     @property
     def trace(self) -> Trace | None:

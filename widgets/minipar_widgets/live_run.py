@@ -18,13 +18,13 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets
 from PIL import Image
 
 from minipar.execution.following import Moment, Screen
 from minipar_widgets import words
 from minipar_widgets.base import Explorer
 from minipar_widgets.base import live as in_notebook
+from minipar_widgets.host import ui
 from minipar_widgets.sketch import Sketch
 from minipar_widgets.timeline import Timeline
 
@@ -52,25 +52,25 @@ class LiveRun(Explorer):
         self.cancelled = False
         self._going: threading.Thread | None = None  # the thread that trains, while `cancel` may interrupt it
         self._lock = threading.Lock()
-        self.bar = ipywidgets.IntProgress(value=0, max=max(1, steps), layout={"width": "220px"})
-        self.state_words = ipywidgets.HTML(value=_status("starting"))  # screen readers read it when it changes
-        self.line = ipywidgets.Label(value="profile, calibrate, predict")
-        self.stop = ipywidgets.Button(
+        self.bar = ui.IntProgress(value=0, max=max(1, steps), layout={"width": "220px"})
+        self.state_words = ui.HTML(value=_status("starting"))  # screen readers read it when it changes
+        self.line = ui.Label(value="profile, calibrate, predict")
+        self.stop = ui.Button(
             description="cancel", icon="stop", layout={"width": "100px"}, tooltip="end the run and its ranks"
         )
         self.stop.on_click(lambda _: self.cancel())
-        self.curve = ipywidgets.HTML(value=self._chart(), layout={"width": "100%"})
+        self.curve = ui.HTML(value=self._chart(), layout={"width": "100%"})
         self.timeline: Timeline | None = None
         self.children: Any
         hears = hears_buttons()
         self.stop.disabled = not hears
-        self.hint = ipywidgets.HTML(
+        self.hint = ui.HTML(
             '<span style="opacity:.8">' + ("or interrupt" if hears else "Interrupt") + " the kernel (I, I)"
             + ("" if hears else " to stop") + "</span>"
         )  # fmt: skip
         row = [self.bar, self.stop, self.hint, self.state_words, self.line]
         layout = {"flex_flow": "row wrap", "align_items": "center", "width": "100%"}
-        super().__init__([ipywidgets.Box(row, layout=layout), self.curve], layout={"width": "100%"})
+        super().__init__([ui.Box(row, layout=layout), self.curve], layout={"width": "100%"})
         _by_page(self.stop)
 
     def heard(self, moment: Moment) -> None:
@@ -238,7 +238,7 @@ def hears_buttons() -> bool:
     return kernel is not None and "kernel subshells" in kernel.kernel_info.get("supported_features", ())
 
 
-def _by_page(button: ipywidgets.Button) -> None:
+def _by_page(button: ui.Button) -> None:
     """Let the page choose where its messages about this button go: to a subshell.
 
     (ipykernel 7.4 would send them to the shell that used the button last. That shell runs the cell, and is busy.)
@@ -257,7 +257,7 @@ def _thinned(losses: list[float], most: int = 1000) -> list[tuple[int, float]]:
     return [(k, loss) for k, loss in enumerate(losses) if k % every == 0 or k == len(losses) - 1]
 
 
-def _close(widget: ipywidgets.Widget) -> None:
+def _close(widget: ui.Widget) -> None:
     """Forget a widget and its parts. Otherwise the kernel would send their state to every page that opens."""
     for child in getattr(widget, "children", ()):
         _close(child)

@@ -8,9 +8,6 @@ from dataclasses import fields, replace
 from html import escape
 from typing import Any
 
-import ipywidgets
-import traitlets
-
 from minipar import strategies
 from minipar.costs.analytic import Division
 from minipar.costs.device import hardware, known_hardware
@@ -20,9 +17,10 @@ from minipar.models.table import PRESETS
 from minipar.prediction.memory_formula import KINDS, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
-from minipar_widgets import chart, offline, verdict
+from minipar_widgets import chart, verdict
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, View, beside
+from minipar_widgets.base import Explorer, View, beside, real
+from minipar_widgets.host import traitlets, ui
 from minipar_widgets.memory_model import (
     FACES,
     HATCHES,
@@ -179,24 +177,19 @@ class MemoryExplorer(Explorer):
         plan: str = "dp=8 pp=4 microbatches=8 precision=bf16",
         model: str = "gpt2-xl",
         rows: int = 1,
-        grid: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         chosen = _offered(Plan.parse(plan))
         whole("rows", rows, 1, 4096)
-        for name in grid or {}:
-            one_of("grid", name, tuple(_OFFERED))
-        self._grid = dict(grid or {})
-        self._quiet = False  # whether moved controls change nothing yet
         style, layout = {"description_width": "7.5em"}, {"width": "19em"}
         both = {"style": style, "layout": layout}
         lazy = {**both, "continuous_update": False}
 
-        def pick(name: str, options: Sequence[Any], value: Any) -> ipywidgets.Dropdown:
+        def pick(name: str, options: Sequence[Any], value: Any) -> ui.Dropdown:
             options = list(options) if value in options else sorted({*options, value})
-            return ipywidgets.Dropdown(options=options, value=value, description=name, **both)
+            return ui.Dropdown(options=options, value=value, description=name, **both)
 
-        def number(name: str, value: int, most: int, least: int = 1) -> ipywidgets.BoundedIntText:
-            return ipywidgets.BoundedIntText(value, min=least, max=most, description=name, **lazy)
+        def number(name: str, value: int, most: int, least: int = 1) -> ui.BoundedIntText:
+            return ui.BoundedIntText(value, min=least, max=most, description=name, **lazy)
 
         self.controls: dict[str, Any] = {
             "model": pick("model", [*sorted(names(), key=lambda name: name not in PRESETS), _OWN], model),
@@ -206,11 +199,11 @@ class MemoryExplorer(Explorer):
             "context": number("context", 1024, 1_000_000),
             "vocab": number("vocab", 50257, 1_000_000),
             "device": pick("device", [*known_hardware(), "own"], "a100-80gb"),
-            "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
+            "capacity": ui.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
             "tp": pick("tp (formula)", [1, 2, 4, 8, 16], chosen.tp),
-            "sequence": ipywidgets.Checkbox(
+            "sequence": ui.Checkbox(
                 chosen.sequence_parallel, description="sequence parallel", indent=True, **both
             ),
             "experts": pick("experts", [0, 2, 4, 8, 16, 32, 64, 128], 0),
@@ -219,9 +212,9 @@ class MemoryExplorer(Explorer):
             "schedule": pick("schedule", _schedules(), chosen.schedule),
             "microbatches": number("micro-batches", chosen.microbatches, 1024),
             "rows": number("rows in each", rows, 4096),
-            "zero": ipywidgets.IntSlider(chosen.zero, 0, 3, description="ZeRO stage", **lazy),
+            "zero": ui.IntSlider(chosen.zero, 0, 3, description="ZeRO stage", **lazy),
             "checkpoint": pick("recompute", ["none", "selective", "sqrt", "1", "2", "4"], str(chosen.checkpoint)),
-            "offload": ipywidgets.SelectMultiple(
+            "offload": ui.SelectMultiple(
                 options=["optimizer", "parameters", "activations"], value=chosen.offload, rows=3, description="offload",
                 **both,
             ),
@@ -229,15 +222,13 @@ class MemoryExplorer(Explorer):
         }  # fmt: skip
         self.view = MemoryView()
         self.chart = chart.Chart(200)
-        self.run_button = ipywidgets.Button(
-            description="measure a run", icon="play", layout={"width": "13em", "flex": "none"}
-        )
-        self.note = ipywidgets.HTML()
-        self.verdict = ipywidgets.HTML()
+        self.run_button = ui.Button(description="measure a run", icon="play", layout={"width": "13em", "flex": "none"})
+        self.note = ui.HTML()
+        self.verdict = ui.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
-        panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
+        panel = ui.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         ask = beside(self.run_button, self.note)
-        super().__init__([self.verdict, panel, ask, self.chart, self.view])
+        super().__init__([self.verdict, panel, *real("MemoryExplorer()", ask), self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(self.measure)
@@ -277,8 +268,6 @@ class MemoryExplorer(Explorer):
         return chosen.experts if isinstance(chosen, Transformer) else 0
 
     def _changed(self, change: Any = None) -> None:
-        if self._quiet:
-            return
         now = {name: control.value for name, control in self.controls.items()}
         for name in ("layers", "width", "heads", "context", "vocab"):
             self.controls[name].layout.display = "" if now["model"] == _OWN else "none"
@@ -297,7 +286,8 @@ class MemoryExplorer(Explorer):
         self.view.layout.display = "none" if self.problem else ""  # (the verdict says why)
         drawn = None
         if self.view.memory is not None:  # (the view below names the colours; in a narrow page a legend takes the room)
-            drawn = self.figure().update_layout(showlegend=False)
+            drawn = self.figure()
+            drawn["layout"]["showlegend"] = False
         self.chart.show(drawn, self.view._line())
 
     def _judge(self) -> Choice | None:
@@ -317,7 +307,7 @@ class MemoryExplorer(Explorer):
         return "" if self.view.memory is None else self.view.memory.verdict
 
     def figure(self) -> Any:
-        """The bars of all ranks, as a plotly figure. MiniparError if there is nothing to draw."""
+        """The bars of all ranks, as data for plotly. MiniparError if there is nothing to draw."""
         if self.view.memory is None:
             raise MiniparError(self.view.problem)
         return figure(self.view.memory, self.view.measured)
@@ -372,50 +362,13 @@ class MemoryExplorer(Explorer):
             "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)), "settings": "",
         }  # fmt: skip
 
-    def controls_section(self, place: str) -> str:
-        """Sliders over a table of results; none, if this very choice is impossible."""
-        if self.view.memory is None:
-            return ""
-        now = {name: self.controls[name].value for name in _OFFERED}
-        controls = []
-        for name, (words, values) in _OFFERED.items():
-            given = dict.fromkeys([*self._grid.get(name, values), now[name]])
-            ordered = sorted(given) if all(isinstance(one, int) for one in given) else given
-            controls.append(offline.Control(name, words, tuple(ordered), now[name]))
-        other = MemoryExplorer(str(self.choice.plan), now["model"], self.choice.rows)
-        other._quiet = True
-        for name, control in self.controls.items():
-            other.controls[name].value = control.value
-
-        def find(chosen: offline.Chosen) -> offline.Point:
-            for name, value in chosen.items():
-                other.controls[name].value = value
-            other._judge()
-            return offline.Point(other.view.state(), other.parts(), repr(other))
-
-        try:
-            return offline.panel(place, repr(self), controls, find)
-        finally:
-            other.close()
-
     def section(self, place: str = "widget") -> str:
         """The view, and the figure of all ranks as a picture: of the choice that is shown first."""
         view, pictures = self.view, ""
         if view.memory is not None:
             memory = view.memory
             pictures = chart.picture(self._line(), lambda dark, width: _picture(memory, view.measured, dark, width))
-        return f'{super().section(place)}<div data-first="{place}">{pictures}</div>\n'
-
-
-# The controls of a page without a kernel, their labels and values; () stands for the present value alone.
-_OFFERED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "model": ("model", ()),
-    "device": ("device", ()),
-    "checkpoint": ("recompute", ("none", "selective", "sqrt")),
-    "dp": ("dp", (1, 2, 4, 8, 16, 64)),
-    "pp": ("pp", (1, 2, 4, 8, 16)),
-    "zero": ("ZeRO stage", (0, 1, 2, 3)),
-}
+        return super().section(place) + pictures
 
 
 def _offered(plan: Plan) -> Plan:

@@ -14,9 +14,9 @@ from minipar.models.table import PRESETS
 from minipar.prediction import memory_formula
 from minipar.prediction.memory_formula import KINDS, Detail, Term, size
 from minipar.strategies.plan import Plan
+from minipar.trace.figure import MEMORY
 from minipar.wording import several
 from minipar_widgets import chart
-from minipar_widgets.raster import MEMORY
 
 MOST_RANKS = 4  # in a run that an explorer starts
 
@@ -153,38 +153,40 @@ MANY = 24  # bars at most
 
 
 def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
-    """Bars by kind, with the device's capacity, as a plotly figure. The ranks that need most come first."""
-    import plotly.graph_objects as go
-
+    """Bars by kind, with the device's capacity, as data for plotly. The ranks that need most come first."""
     shown = memory.groups[:MANY]
     names = [("worst: " if k == 0 and len(memory.groups) > 1 else "") + label(ranks) for k, ranks in enumerate(shown)]
     unit, word = scale_of(memory)
-    found = go.Figure()
+    found: list[dict[str, Any]] = []
     for k, kind in enumerate(KINDS):
         filled = [memory.terms(ranks[0])[k] for ranks in shown]
         hover = [f"{kind}: {size(term.bytes)}<br>{term.formula}<br>= {term.filled}" for term in filled]
-        found.add_bar(
-            y=names, x=[term.bytes / unit for term in filled], name=kind, orientation="h", hovertext=hover,
-            hoverinfo="text", marker={"color": FACES[kind], "line": {"color": "#444", "width": 0.6}, "pattern": {
-                "shape": HATCHES[kind], "fgcolor": "#333", "size": 5, "solidity": 0.2}},
-        )  # fmt: skip
+        pattern = {"shape": HATCHES[kind], "fgcolor": "#333", "size": 5, "solidity": 0.2}
+        found.append({
+            "type": "bar", "y": names, "x": [term.bytes / unit for term in filled], "name": kind, "orientation": "h",
+            "hovertext": hover, "hoverinfo": "text",
+            "marker": {"color": FACES[kind], "line": {"color": "#444", "width": 0.6}, "pattern": pattern},
+        })  # fmt: skip
     if measured:
         points = [sum(measured[ranks[0]].values()) for ranks in shown]
-        found.add_scatter(
-            y=names, x=[x / unit for x in points], mode="markers", name="measured", hoverinfo="text",
-            hovertext=[f"measured: {size(x)}" for x in points],
-            marker={"symbol": "diamond", "size": 12, "color": "#D55E00", "line": {"color": "#fff", "width": 1.5}},
-        )  # fmt: skip
+        found.append({
+            "type": "scatter", "y": names, "x": [x / unit for x in points], "mode": "markers", "name": "measured",
+            "hoverinfo": "text", "hovertext": [f"measured: {size(x)}" for x in points],
+            "marker": {"symbol": "diamond", "size": 12, "color": "#D55E00", "line": {"color": "#fff", "width": 1.5}},
+        })  # fmt: skip
     limit = memory.choice.capacity / unit
-    most = max(memory.details[memory.worst].memory.total / unit, *(x.x[0] for x in found.data[-1:]))
+    layout = chart.layout(130 + 30 * len(shown), f"{word} on each rank")
+    most = max(memory.details[memory.worst].memory.total / unit, found[-1]["x"][0])
     if limit < 3 * most:  # (a much larger capacity would make all bars tiny; `verdict` names it in words)
         text = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
-        found.add_vline(x=limit, line={"color": "#b04a00", "width": 2, "dash": "dash"})
+        line = {"color": "#b04a00", "width": 2, "dash": "dash"}
+        layout["shapes"] = [{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": limit, "x1": limit, "line": line}]
         above = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
-        found.add_annotation(x=limit, text=text, xanchor="center" if limit < 0.8 * most else "right", **above)
-    found.update_layout(barmode="stack", **chart.layout(130 + 30 * len(shown), f"{word} on each rank"))
-    found.update_layout(xaxis={"rangemode": "tozero"}, yaxis={"autorange": "reversed", "showgrid": False})
-    return found
+        side = "center" if limit < 0.8 * most else "right"
+        layout["annotations"] = [{"x": limit, "text": text, "xanchor": side, **above}]
+    layout["xaxis"]["rangemode"] = "tozero"
+    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False}
+    return {"data": found, "layout": {**layout, "barmode": "stack"}}
 
 
 def scale_of(memory: Memory) -> tuple[int, str]:

@@ -3,19 +3,18 @@ name is only beside the handle), and words above the views that take two lines a
 
 from __future__ import annotations
 
-import anywidget
-
+from minipar_widgets.host import PAGE, anywidget
 from minipar_widgets.inline import SOURCES, inline
 
 EXPLORER = "minipar-explorer"  # the CSS class of the elements in which js/names.js searches
-FOLDING = (SOURCES / "folding.css").read_text(encoding="utf-8")
+FOLDING = "" if PAGE else (SOURCES / "folding.css").read_text(encoding="utf-8")  # (a page has the files themselves)
 
 
 class Names(anywidget.AnyWidget):
     """An invisible widget. It names the handles of all sliders of its explorer, also of sliders that appear later, and
     folds its heads."""
 
-    _esm = inline(SOURCES / "names.js")
+    _esm = "" if PAGE else inline(SOURCES / "names.js")
     _css = FOLDING
 
 

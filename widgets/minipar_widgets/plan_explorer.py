@@ -3,18 +3,16 @@
 PlanExplorer("gpt3-175b", "a100-80gb", gpus=1024, batch=1536)    presets, words or dataclasses, as `search` takes them
 explorer.ask(gpus=512, pins="tp=8")                              what a click or a slider asks
 explorer.view.found                                              the search's own answer
-explorer.to_html("page.html")                                    a page whose sliders work without a kernel: see `Grid`
+explorer.to_html("page.html")                                    a page with this one answer
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from math import log
 from typing import Any
-
-import traitlets
 
 from minipar.costs.hardware import Hardware
 from minipar.costs.rates import Calibration
@@ -23,7 +21,9 @@ from minipar.models.sizes import Sizes
 from minipar.planner.exhaustive import Found
 from minipar.planner.reasons import advice
 from minipar.prediction.memory_formula import KINDS
+from minipar_widgets.arguments import one_of
 from minipar_widgets.base import Explorer, View
+from minipar_widgets.host import traitlets
 from minipar_widgets.memory_model import FACES, HATCHES
 from minipar_widgets.plan_model import (
     BUDGETS,
@@ -64,21 +64,6 @@ class Question:
         return f"{self.model} on {self.gpus} {self.machine}, batch {self.batch}{pins}"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The values of the controls for which a page without a kernel has the answers: all of them combined.
-
-    whole   whether the front, and what other values of a key would cost, are there for all of them; otherwise only for
-            the one that is shown. It takes some seconds for each.
-    """
-
-    models: tuple[str, ...]
-    machines: tuple[str, ...]
-    gpus: tuple[int, ...]
-    batches: tuple[int, ...]
-    whole: bool = False
-
-
 class PlanView(View):
     """The best plans for one question; `ask(question)` shows another one. The browser asks by itself."""
 
@@ -87,13 +72,11 @@ class PlanView(View):
     data = traitlets.Dict().tag(sync=True)  # the answer: see `_data`
     more = traitlets.Dict().tag(sync=True)  # what takes longer: the front, and for keys what other values would cost
     asked = traitlets.Dict().tag(sync=True)  # by the browser: {"id": n, "model": ..., "pins": [[key, value]]}
-    grid = traitlets.Dict().tag(sync=True)  # on a page without a kernel: the traits of each answer
-    alive = traitlets.Bool(True).tag(sync=True)
+    alive = traitlets.Bool(True).tag(sync=True)  # whether somebody can answer
 
-    def __init__(self, shelf: Shelf, question: Question, grid: Grid | None = None) -> None:
+    def __init__(self, shelf: Shelf, question: Question) -> None:
         super().__init__()
         self.shelf, self.question, self._id = shelf, question, 0
-        self._grid = grid or Grid((question.model,), (question.machine,), GPUS[3:11], around(question.batch))
         self.found: Found | str = ""
         self.options = {
             "model": list(shelf.models),
@@ -171,32 +154,9 @@ class PlanView(View):
                 self.find(key)
 
     def state(self) -> dict[str, Any]:
-        """The traits for a page without a kernel: there the answers of `Grid` are in a table."""
-        here, given = self.question, self._grid
-        points: dict[str, Any] = {}
+        """The traits for a page without a kernel: it has this one answer, whole."""
         self.find_all()
-        kept = super().state()
-        points[_key(here)] = self._point()
-        models, machines = dict.fromkeys((*given.models, here.model)), dict.fromkeys((*given.machines, here.machine))
-        gpus, batches = sorted({*given.gpus, here.gpus}), sorted({*given.batches, here.batch})
-        other = PlanView(self.shelf, here)  # (so that nothing moves in this one)
-        for model, machine, count, batch in product(models, machines, gpus, batches):
-            question = Question(model, machine, count, batch)
-            if question == here:
-                continue
-            other.ask(question)
-            if given.whole:
-                other.find_all()
-            points[_key(question)] = other._point()
-        other.close()
-        options = {"model": list(models), "machine": list(machines), "gpus": gpus, "batch": batches}
-        return {**kept, "alive": False, "grid": points, "options": options}
-
-    def _point(self) -> dict[str, Any]:
-        return {
-            "data": self.data, "more": self.more, "label": self.label, "caption_text": self.caption_text,
-            "table": self.table,
-        }  # fmt: skip
+        return {**super().state(), "alive": False}
 
     def _data(self) -> dict[str, Any]:
         q, found = self.question, self.found
@@ -253,16 +213,6 @@ class PlanView(View):
         while self.more.get("budgets", 0) < BUDGETS:
             self.find("front")
         return _picture(self, self.found, dark)
-
-
-def around(batch: int) -> tuple[int, ...]:
-    """A batch, one of a quarter, and one four times as large."""
-    return tuple(sorted({max(1, batch // 4), batch, 4 * batch}))
-
-
-def _key(question: Question) -> str:
-    """Where an answer stands in the table of a page; js/plan.js makes the same words."""
-    return "|".join(map(str, (question.model, question.machine, question.gpus, question.batch)))
 
 
 # The still picture ----------------------------------------------------------------------------------------------------
@@ -386,8 +336,6 @@ class PlanExplorer(Explorer):
     gpus       how many there are: fewer than a node has, or whole nodes
     batch      rows of a step
     pins       keys that are fixed: "tp=8 zero=1"
-    grid       for which values a page without a kernel has answers: `gpus`, `batches`, `models`, `hardware`, `whole`,
-               as in {"gpus": (8, 16)}; see `Grid`. Default: 8 to 1,024 GPUs, and three batches
 
     A click on a value pins it, and the search answers again. Where no plan fits, the view says what would do. Errors:
     PlanError for what is unknown, or impossible to ask.
@@ -402,14 +350,12 @@ class PlanExplorer(Explorer):
         gpus: int = 1024,
         batch: int = 1536,
         pins: str | Mapping[str, Any] = "",
-        grid: Mapping[str, Any] | None = None,
     ) -> None:
         shelf, name = Shelf().with_model(model)
         shelf, machine = shelf.with_machine(hardware)
         question = Question(name, machine, gpus, batch, _pins(pins))
         problem(shelf, name, machine, gpus, batch)  # (its errors are the caller's)
-        shelf, own = _grid(shelf, question, grid or {})
-        self.view = PlanView(shelf, question, own)
+        self.view = PlanView(shelf, question)
         super().__init__([self.view])
 
     def ask(
@@ -437,6 +383,27 @@ class PlanExplorer(Explorer):
         self.view.shelf = shelf
         self.view.ask(question)
 
+    def address(self) -> dict[str, str]:
+        now = self.view.question
+        pins = " ".join(f"{key}={value}" for key, value in now.pins)
+        return {
+            "model": now.model,
+            "hardware": now.machine,
+            "gpus": str(now.gpus),
+            "batch": str(now.batch),
+            "pins": pins,
+        }
+
+    def follow(self, words: Mapping[str, str]) -> None:
+        for name in words:
+            one_of("address", name, ("model", "hardware", "gpus", "batch", "pins"))
+        counts = {name: words.get(name, "1") for name in ("gpus", "batch")}
+        for name, text in counts.items():
+            if not text.isdigit() or not 1 <= int(text) <= 10**6:
+                raise PlanError(f"{name}={text!r}: must be a whole number from 1 on")
+        given: dict[str, Any] = {name: int(text) if name in counts else text for name, text in words.items()}
+        self.ask(**given)
+
 
 def _pins(given: str | Mapping[str, Any]) -> Pins:
     """Pins as text. Errors: PlanError for words that are not key=value."""
@@ -447,22 +414,3 @@ def _pins(given: str | Mapping[str, Any]) -> Pins:
         if not equals or not value:
             raise PlanError(f"pin {key!r}: must be key=value, such as tp=8")
     return tuple((key, value) for key, _, value in pairs)
-
-
-def _grid(shelf: Shelf, question: Question, given: Mapping[str, Any]) -> tuple[Shelf, Grid]:
-    """The grid of a page. Errors: PlanError for an unknown word, model or machine."""
-    known = ("models", "hardware", "gpus", "batches", "whole")
-    for word in given:
-        if word not in known:
-            raise PlanError(f"grid {word!r}: must be one of {', '.join(known)}")
-    for one in given.get("models", ()):
-        shelf, _ = shelf.with_model(one)
-    for one in given.get("hardware", ()):
-        shelf, _ = shelf.with_machine(one)
-    return shelf, Grid(
-        tuple(given.get("models", (question.model,))),
-        tuple(given.get("hardware", (question.machine,))),
-        tuple(given.get("gpus", GPUS[3:11])),
-        tuple(given.get("batches", around(question.batch))),
-        bool(given.get("whole", False)),
-    )

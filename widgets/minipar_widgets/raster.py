@@ -24,7 +24,7 @@ from minipar.trace import labels
 from minipar.trace.figure import BENEATH, COLLECTIVE, DIFFERENCES, GREY, LOOKS, MEMORY, shaded
 from minipar.trace.idleness import REASONS
 from minipar.trace.shades import repeated
-from minipar_widgets.columns import KINDS, Columns, Lane
+from minipar_widgets.columns import KINDS, labelled
 from minipar_widgets.details import IDLE
 from minipar_widgets.words import ANY, FINE, Paper, font, paper, png
 
@@ -107,12 +107,6 @@ def rows(timeline: Timeline) -> tuple[list[Row], int]:
         found.append(Row(k, y, high, strip if compute else 0))
         y += high + (strip + 1 if strip and compute else 1 if strip else 0)
     return found, y
-
-
-def labelled(found: Columns, lane: Lane) -> bool:
-    """Whether a lane has collectives, which are labelled where ranks are few."""
-    some = lane.last > lane.first
-    return lane.stream != "compute" and some and KINDS[found.kind[lane.first]] in COLLECTIVE
 
 
 def raster(timeline: Timeline, dark: bool | None = False) -> bytes:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minipar.cluster import threads
 from minipar.costs.device import DeviceSpec
 from minipar.costs.unit import UnitCosts
 from minipar.errors import MiniparError
@@ -66,6 +65,8 @@ class Attempt:
 
     def start(self) -> None:
         """Begin in a thread of its own. If none can begin, `done` is called at once, with the reason."""
+        from minipar.cluster import threads
+
         try:
             self._over = threads.start(self._work, "trains for a widget")
         except MiniparError as error:

@@ -7,18 +7,17 @@ from dataclasses import fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets as ui
-
 from minipar import strategies
 from minipar.errors import PlanError
 from minipar.prediction.simulator import simulate
 from minipar.program.collector import paused
 from minipar.strategies.plan import Plan
 from minipar.wording import several
-from minipar_widgets import exploring, offline, running
-from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, facts
+from minipar_widgets import exploring, running
+from minipar_widgets.arguments import one_of
+from minipar_widgets.base import Explorer, real
 from minipar_widgets.exploring import Found, Settings
+from minipar_widgets.host import ui
 from minipar_widgets.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ class ScheduleExplorer(Explorer):
     """Every schedule of `minipar schedules`, predicted while you move the sliders, and run when you press *run it*.
 
     settings   first values of the sliders; also as keywords: ScheduleExplorer(schedule="zb-h1", stages=4)
-    grid       for which values a page without a kernel (`to_html`) has answers: {"schedules": ("gpipe", "1f1b"),
-               "stages": range(2, 5), "microbatches": (4, 8)}. Default: all schedules, 2 to 8 stages and 1 to 16
-               micro-batches, which takes half a minute
     found      the result of the settings: `found.trace` and `found.program`, or `found.problem`, a text
     run        the last real run, with `run.trace` and `run.predicted`; None before the first
 
@@ -43,17 +39,13 @@ class ScheduleExplorer(Explorer):
     values that no slider has.
     """
 
-    def __init__(
-        self, settings: Settings | None = None, *, grid: Mapping[str, Any] | None = None, **given: Any
-    ) -> None:
+    def __init__(self, settings: Settings | None = None, **given: Any) -> None:
         if settings is not None and not isinstance(settings, Settings):
             raise PlanError(f"ScheduleExplorer({settings!r}): must be Settings(...), or keywords such as {_EXAMPLE}")
         _known(given)
         now = exploring.check(replace(settings or Settings(), **given))
         rest = (1.0,) * (now.stages - len(now.factors)) if now.factors else ()
         self.now = replace(now, factors=(*now.factors, *rest))
-        self._grid = dict(grid or {})
-        _grid(self._grid, self.now)  # (its errors are the caller's)
         self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
@@ -73,7 +65,10 @@ class ScheduleExplorer(Explorer):
                 ui.Box(self._controls, layout={"flex_flow": "row wrap", "width": "100%"}),
                 self._slower,
                 ui.Box([picture, self._program], layout=side_by_side),
-                ui.Box(self._running, layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"}),
+                ui.Box(
+                    real("ScheduleExplorer()", *self._running),
+                    layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"},
+                ),
             ],
             layout={"width": "100%"},
         )
@@ -105,7 +100,10 @@ class ScheduleExplorer(Explorer):
         self._controls: list[Any] = [
             self.schedule, self.stages, self.microbatches, self.chunks, self.ratio, self.latency,
         ]  # fmt: skip
-        for control in [*self._controls, *self._factors]:
+        words = ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")
+        self.controls = dict(zip(words, self._controls, strict=True))
+        self.controls |= {f"rank{rank}": factor for rank, factor in enumerate(self._factors)}
+        for control in self.controls.values():
             control.observe(self._moved, "value")
 
         self.forward = ui.IntSlider(
@@ -283,34 +281,6 @@ class ScheduleExplorer(Explorer):
 
     # words, table, picture --------------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, str]:
-        """As of every explorer, without the settings that the page's own controls say."""
-        said = ("schedule", "stages", "micro-batches")
-        return {
-            "line": escape(repr(self)),
-            "settings": facts({k: v for k, v in self.settings().items() if k not in said}),
-        }
-
-    def controls_section(self, place: str) -> str:
-        """Sliders over a table of results: each with its timeline, or with the reason why there is none."""
-        before = self.now, self.found
-        picture = Timeline(simulate(Plan().compile(layers=1)))
-
-        def find(chosen: offline.Chosen) -> offline.Point:
-            factors = tuple(slider.value for slider in self._factors[: chosen["stages"]])
-            self.now = replace(before[0], **chosen, factors=factors)
-            self.found = exploring.explore(self.now)
-            if self.found.trace is None:
-                return offline.Point({"problem": self.found.problem, "label": repr(self)}, self.parts(), repr(self))
-            picture.update(self.found.trace)
-            return offline.Point(picture.state(), self.parts(), repr(self))
-
-        try:
-            return offline.panel(place, repr(self), _grid(self._grid, self.now), find)
-        finally:
-            self.now, self.found = before
-            picture.close()
-
     def settings(self) -> dict[str, str]:
         now = self.now
         factors = ", ".join(f"{x:g}" for x in now.factors) if set(now.factors) - {1.0} else "none"
@@ -339,30 +309,12 @@ class ScheduleExplorer(Explorer):
 
 
 _EXAMPLE = 'ScheduleExplorer(schedule="zb-h1", stages=4)'
-_OFFERED = {"stages": tuple(range(2, 9)), "microbatches": tuple(range(1, 17))}  # on a page without a kernel
 
 
 def _known(given: Mapping[str, Any]) -> None:
     names = [field.name for field in fields(Settings)]
     for name in given:
         one_of("setting", name, names)
-
-
-def _grid(given: Mapping[str, Any], now: Settings) -> list[offline.Control]:
-    """The controls of a page without a kernel. The present settings are always among their values."""
-    for name in given:
-        one_of("grid", name, ("schedules", "stages", "microbatches"))
-    known = [schedule.name for schedule in strategies.schedules()]
-    names = [one_of("schedules", name, known) for name in given.get("schedules", known)]
-    stages = {whole("stages", n, 1, exploring.STAGES) for n in given.get("stages", _OFFERED["stages"])}
-    counts = {
-        whole("microbatches", n, 1, exploring.MICROBATCHES) for n in given.get("microbatches", _OFFERED["microbatches"])
-    }
-    return [
-        offline.Control("schedule", "schedule", tuple(dict.fromkeys([*names, now.schedule])), now.schedule),
-        offline.Control("stages", "stages (ranks)", tuple(sorted(stages | {now.stages})), now.stages),
-        offline.Control("microbatches", "micro-batches", tuple(sorted(counts | {now.microbatches})), now.microbatches),
-    ]
 
 
 def _named(now: Settings) -> str:

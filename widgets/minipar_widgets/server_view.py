@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import traitlets
-
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
 from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets.base import View
+from minipar_widgets.host import traitlets
 from minipar_widgets.server_model import Served, Worker, served
 from minipar_widgets.sketch import Sketch, ticks
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import ipywidgets
-import traitlets
-
 from minipar.errors import MiniparError, PlanError
 from minipar.program.mesh import Mesh
 from minipar.sharding import Layer
@@ -20,6 +17,7 @@ from minipar.sharding.forms import axes_of
 from minipar.sharding.repartition import Link
 from minipar.trace.figure import LOOKS
 from minipar_widgets.base import Explorer, View
+from minipar_widgets.host import traitlets, ui
 from minipar_widgets.sharding_model import (
     EXAMPLES,
     MOST_RANKS,
@@ -402,24 +400,25 @@ class ShardingExplorer(Explorer):
         self._own, chosen = _layers(layer)
         self._annotations = annotations
         names = [*self._own, *(name for name in EXAMPLES if name not in self._own)]
-        self.layer = ipywidgets.Dropdown(options=names, value=chosen, description="layer", **both)
+        self.layer = ui.Dropdown(options=names, value=chosen, description="layer", **both)
         self.axes = {
-            axis: ipywidgets.SelectionSlider(
+            axis: ui.SelectionSlider(
                 options=sorted({1, 2, 4, 8, sizes.length(axis)}), value=sizes.length(axis),
                 description=f"{axis} (ranks)", **both,
             )
             for axis in axes_of(sizes)
         }  # fmt: skip
-        self.strategy = ipywidgets.Dropdown(description="strategy", **both)
-        self.alpha = ipywidgets.FloatSlider(20, min=0, max=500, description="latency (µs)", **numbers)
-        self.rate = ipywidgets.FloatLogSlider(
+        self.strategy = ui.Dropdown(description="strategy", **both)
+        self.alpha = ui.FloatSlider(20, min=0, max=500, description="latency (µs)", **numbers)
+        self.rate = ui.FloatLogSlider(
             10, min=-1, max=2.5, step=0.1, readout_format=".3g", description="link (GB/s)", **numbers
         )
         self._offer(_OWN if annotations or self._own else "")
         self.view = ShardingView(self._layer(), self.mesh, (), self.links)
-        controls = [self.layer, *self.axes.values(), self.strategy, self.alpha, self.rate]
-        super().__init__([ipywidgets.HBox(controls, layout={"flex_flow": "row wrap"}), self.view])
-        for control in controls:
+        self.controls = {"layer": self.layer, **self.axes, "strategy": self.strategy}
+        self.controls |= {"alpha": self.alpha, "rate": self.rate}
+        super().__init__([ui.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"}), self.view])
+        for control in self.controls.values():
             control.observe(self._changed, "value")
         self._restart()
 
@@ -471,6 +470,17 @@ class ShardingExplorer(Explorer):
             self.view.problem = str(error)
             self.view.refresh()
         self.problem = self.view.problem
+
+    def address(self) -> dict[str, str]:
+        return {**super().address(), "fixed": ";".join(",".join(pick) for pick in self.view.picks)}
+
+    def follow(self, words: Mapping[str, str]) -> None:
+        super().follow({name: text for name, text in words.items() if name != "fixed"})
+        if "fixed" in words:
+            picks = [part.split(",") for part in words["fixed"].split(";") if part]
+            if not all(len(pick) == 3 for pick in picks):
+                raise PlanError(f"fixed={words['fixed']!r}: must be tensor,axis,form, with ; between them")
+            self.view.update(self._layer(), self.mesh, [Pick(*pick) for pick in picks], self.links)
 
     def settings(self) -> dict[str, str]:
         return {

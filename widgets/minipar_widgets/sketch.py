@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from PIL import Image, ImageColor, ImageDraw
-
 from minipar_widgets import words
 
 FINE = words.FINE
@@ -18,6 +16,8 @@ class Sketch:
     """A drawing surface; its size is in pixels of a page; colours are names or `#rrggbb`."""
 
     def __init__(self, width: float, height: float, dark: bool | None = False) -> None:
+        from PIL import Image, ImageDraw
+
         self.width, self.height, self.dark = round(width), round(height), dark
         self.look = words.paper(dark)
         self._image = Image.new("RGBA", (FINE * self.width, FINE * self.height), self.look.paper)
@@ -38,6 +38,8 @@ class Sketch:
             self._draw.rectangle(box, outline=edge, width=FINE)
 
     def _hatch(self, box: tuple[float, float, float, float], ink: str, mark: str) -> None:
+        from PIL import Image, ImageDraw
+
         left, top, right, bottom = (round(x) for x in box)
         tile = Image.new("L", (max(1, right - left + 1), max(1, bottom - top + 1)), 0)
         pen, tall = ImageDraw.Draw(tile), tile.height
@@ -91,6 +93,8 @@ class Sketch:
 
 def shade(colour: str, by: float) -> str:
     """A colour made lighter (by > 0) or darker."""
+    from PIL import ImageColor
+
     parts: Any = ImageColor.getrgb(colour)[:3]
     goal = 255 if by > 0 else 0
     return "#" + "".join(f"{round(part + (goal - part) * abs(by)):02x}" for part in parts)

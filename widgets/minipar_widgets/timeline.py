@@ -13,8 +13,6 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import traitlets
-
 from minipar.errors import MiniparError, PlanError
 from minipar.trace import Trace, labels
 from minipar.trace.comparison import Comparison, level
@@ -24,10 +22,10 @@ from minipar.trace.idleness import REASONS, idle_split
 from minipar.trace.shades import Shades
 from minipar.wording import several
 from minipar_widgets.base import View
-from minipar_widgets.columns import KINDS, MOST, Columns, columns
+from minipar_widgets.columns import KINDS, MOST, Columns, columns, labelled
 from minipar_widgets.details import Arrays, details
+from minipar_widgets.host import traitlets
 from minipar_widgets.packing import pack
-from minipar_widgets.raster import labelled, raster
 
 if TYPE_CHECKING:
     from minipar.training.training import Run
@@ -276,6 +274,8 @@ class Timeline(View):
     def picture(self, dark: bool | None = False) -> bytes:
         if not self.about["large"]:
             self.find_details()
+        from minipar_widgets.raster import raster
+
         return raster(self, dark)
 
 

@@ -22,22 +22,6 @@ KINDS = {
 }
 _KEYS = {field.name: field.metadata["key"].help for field in fields(Plan) if "key" in field.metadata}
 _CHANGE = re.compile(r"\b([a-z_]+)=[\w,.]+")
-_STYLE = """<style>
-.mp-fit { border-left: 5px solid #009E73; padding: 0 12px; }
-.mp-fit[data-fits="no"] { border-left-color: #c05000; }
-.mp-fit ul { margin: 0; padding: 0; list-style: none; }
-.mp-fit li { display: inline; margin-right: 12px; }
-.mp-fit li::after { content: " "; }
-.mp-term { position: relative; text-decoration: underline dotted; text-underline-offset: 3px; cursor: help; }
-.mp-term > [role="tooltip"] { display: none; position: absolute; left: 0; top: 1.6em; z-index: 3; width: max-content;
-  max-width: min(300px, 70vw); padding: 4px 9px; border: 1px solid #777; border-radius: 4px;
-  font: 12px/1.45 system-ui, sans-serif;
-  background: Canvas; color: CanvasText; background: var(--jp-layout-color0, Canvas);
-  color: var(--jp-ui-font-color0, CanvasText);
-  box-shadow: 0 1px 5px rgb(0 0 0 / 30%); }
-.mp-term:hover > [role="tooltip"], .mp-term:focus > [role="tooltip"] { display: block; }
-</style>
-"""
 
 
 def html(memory: Memory) -> str:
@@ -51,14 +35,14 @@ def html(memory: Memory) -> str:
         meaning = f"{KINDS[one.kind]}; {one.note}" if one.note else KINDS[one.kind]
         items += f"<li>{term(one.kind, meaning)} {escape(size(one.bytes))}</li>"
     return (
-        f'{_STYLE}<div class="mp-fit" role="status" data-fits="{"yes" if fits else "no"}">'
+        f'<div class="mp-fit" role="status" data-fits="{"yes" if fits else "no"}">'
         f"<b>{mark} {escape(head)}</b>: {explained(rest)}<ul>{items}</ul></div>"
     )
 
 
 def impossible(reason: str) -> str:
     """The reason why there is no plan to judge, in the verdict's place."""
-    return f'{_STYLE}<div class="mp-fit" role="status" data-fits="no"><b>✗ No such plan</b>: {escape(reason)}</div>'
+    return f'<div class="mp-fit" role="status" data-fits="no"><b>✗ No such plan</b>: {escape(reason)}</div>'
 
 
 def explained(text: str) -> str:

@@ -7,9 +7,10 @@ import textwrap
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
+if TYPE_CHECKING:
+    from PIL import Image
 
 FINE = 2  # pixels of a picture for each pixel of the page, so that it is crisp on fine screens
 
@@ -41,6 +42,8 @@ def paper(dark: bool | None) -> Paper:
 def font(size: float) -> Any:
     """The font that Matplotlib installs: it has ×, √ and Σ, and gives the same picture on every machine. Matplotlib
     itself is not imported."""
+    from PIL import ImageFont
+
     found = find_spec("matplotlib")
     assert found is not None
     assert found.origin is not None
@@ -49,6 +52,8 @@ def font(size: float) -> Any:
 
 def png(image: Image.Image, colours: int = 128) -> bytes:
     """A picture with few colours, as a small PNG. Parts that let the page through stay so."""
+    from PIL import Image
+
     file = io.BytesIO()
     few = image.quantize(colours, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(file, "png", optimize=True)
@@ -57,6 +62,8 @@ def png(image: Image.Image, colours: int = 128) -> bytes:
 
 def picture(text: str, dark: bool | None = False, width: int = 900) -> bytes:
     """A PNG of a sentence or two: the reason why there is nothing to see."""
+    from PIL import Image, ImageDraw
+
     look = paper(dark)
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, (width - 40) // 9) or [""]]
     image = Image.new("RGBA", (FINE * width, FINE * (24 + 20 * len(lines))), look.paper)

@@ -49,43 +49,6 @@ export function clicked(pins, key, value) {
   return pins.some(([k, v]) => k === key && v === value) ? others : [...others, [key, value]];
 }
 
-/** Where an answer stands in the table of a page; plan_explorer.py makes the same words. */
-export const place = (asked) => [asked.model, asked.machine, asked.gpus, asked.batch].join("|");
-
-/** A question in words. */
-export const question = (asked) => `${asked.model} on ${asked.gpus} ${asked.machine}, batch ${asked.batch}${asked.pins.length ? `, with ${asked.pins.map((pin) => pin.join("=")).join(" ")}` : ""}`;
-
-/** The traits that answer a question on a page without a kernel. What was not computed gives the reason in words. */
-export function fromTable(grid, asked) {
-  const point = grid[place(asked)], data = point?.data;
-  const none = (why) => ({
-    data: { ...(data ?? Object.values(grid)[0].data), ...asked, plans: [], columns: [], price: "", problem: why }, more: {},
-    label: `plans for ${question(asked)}: ${why}`, caption_text: "", table: [["what", "why"], ["no plan", why]],
-  });
-  if (!point) return none("not computed for this page");
-  const [pin, ...rest] = asked.pins;
-  const same = JSON.stringify(asked.pins) === JSON.stringify(data.pins);
-  if (same) return point;
-  if (!pin) return none("not computed for this page: without pins");
-  if (rest.length || data.pins.length) return none("not computed for this page, which knows the answer to one pin at a time: take pins away, or ask where a kernel is");
-  const row = point.more[pin[0]]?.find((one) => one.value === pin[1]);
-  if (!row) return none(`not computed for this page: ${pin.join("=")} here; free it, or ask where a kernel is`);
-  if (!row.plan) return none(row.reason);
-  const kept = data.plans[0].cells[pin[0]] === pin[1] ? data.plans.filter((plan) => plan.cells[pin[0]] === pin[1]) : [{ ...row.plan, over: "best" }];
-  return {
-    data: { ...data, pins: asked.pins, plans: kept, price: row.price, count: "" }, more: { [pin[0]]: point.more[pin[0]] },
-    label: `plans for ${question(asked)}: ${row.plan.time} with ${row.plan.words}; ${row.price}`,
-    caption_text: `Of the plans with ${pin.join("=")} this page has the ${kept.length > 1 ? `${kept.length} best ones` : "best one"}.`,
-    table: [point.table[0], ...kept.map((plan) => ["words", "time", "over", "tflops", "memory", "why"].map((k) => plan[k]))],
-  };
-}
-
-/** A page's title and its first lines say which question is shown: those that said the one before are changed. */
-export function entitle(page, before, now) {
-  if (page.title === before) page.title = now;
-  for (const line of page.querySelectorAll("body > p")) if (line.textContent === before) line.textContent = now;
-}
-
 /** Round values of a logarithmic axis. */
 export function logTicks(low, high) {
   for (const steps of [[1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9]]) {
@@ -312,9 +275,9 @@ function render({ model, el }) {
     const show = () => { said.textContent = values[input.value].toLocaleString("en"); input.setAttribute("aria-valuetext", said.textContent); };
     view.listen(input, "input", () => {
       show();
-      if (alive()) busy(true);
+      busy(true);
       clearTimeout(timer);
-      timer = setTimeout(() => send({ ...now(), [name]: values[input.value] }), alive() ? 150 : 0);
+      timer = setTimeout(() => send({ ...now(), [name]: values[input.value] }), 150);
     });
     return [make("label", {}, label, input, said), (value) => {
       if (!values.includes(value)) { values.push(value); values.sort((a, b) => a - b); input.max = values.length - 1; }
@@ -328,6 +291,7 @@ function render({ model, el }) {
   };
   const chips = make("div", { class: "mp-pins", role: "group", "aria-label": "pins" });
   view.stage.before(make("div", { class: "mp-ask", role: "group", "aria-label": "the question" }, ...Object.values(controls).map(([element]) => element)), chips);
+  for (const one of view.root.querySelectorAll(".mp-ask select, .mp-ask input")) one.disabled = !alive();
   function tell() {
     for (const [name, [, set]] of Object.entries(controls)) set(now()[name]);
     const held = chips.contains(document.activeElement), pins = now().pins;
@@ -340,12 +304,7 @@ function render({ model, el }) {
   function send(asked, remember = true) {
     clearTimeout(timer);
     if (remember && JSON.stringify(asked.pins) !== JSON.stringify(now().pins)) past.push(now().pins);
-    if (!alive()) {
-      const before = model.get("label");
-      for (const [trait, value] of Object.entries(fromTable(model.get("grid"), asked))) model.set(trait, value);
-      entitle(document, before, model.get("label"));
-      return;
-    }
+    if (!alive()) return void view.say("This page has one saved answer, and nobody who could find another one.");
     clearTimeout(asking);
     if (waiting) next = asked; // one question at a time: the newest one is asked when there is an answer
     else post(asked);

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { axes, bytesWords, clicked, clock, entitle, fromTable, logTicks, place, places, planWords, question, valueWords } from "./plan.js";
+import { axes, bytesWords, clicked, clock, logTicks, places, planWords, valueWords } from "./plan.js";
 
 const plan = (tp, seconds, over = "+1 %", more = {}) => ({
   time: `${seconds} s`, seconds, over, memory: "40 GB", total: 4e10, bytes: [1e10, 2e10, 1e10, 0, 0], host: "", tflops: "300",
@@ -12,18 +12,6 @@ const data = (more = {}) => ({
   plans: [plan(1, 3, "best"), plan(2, 3.1), plan(8, 3.4)], problem: "", price: "", count: "", ...more,
 });
 const extra = { tp: [{ value: "1", plan: plan(1, 3, "best"), reason: "", price: "costs nothing" }, { value: "8", plan: plan(8, 3.4, "+13 %"), reason: "messages", price: "costs +13 %" }, { value: "16", plan: null, reason: "does not fit: at least 90 GB" }], front: [plan(4, 9, "", { total: 1e10 }), plan(1, 3, "best")], budgets: 6 };
-const asked = (more = {}) => ({ model: "m", machine: "a", gpus: 8, batch: 64, pins: [], ...more });
-const grid = { [place(asked())]: { data: data(), more: extra, label: "l", caption_text: "c", table: [["plan"], ["x"]] }, [place(asked({ gpus: 16 }))]: { data: data({ gpus: 16 }), more: {}, label: "l", caption_text: "c", table: [["plan"]] } };
-
-test("the page says which question is shown", () => {
-  const lines = [{ textContent: "plans for a" }, { textContent: "another line" }];
-  const page = { title: "plans for a", querySelectorAll: () => lines };
-  entitle(page, "plans for a", "plans for b");
-  assert.deepEqual([page.title, ...lines.map((line) => line.textContent)], ["plans for b", "plans for b", "another line"]);
-  const other = { title: "a gallery", querySelectorAll: () => [] };
-  entitle(other, "plans for a", "plans for b");
-  assert.equal(other.title, "a gallery");
-});
 
 test("rows lie under each other without gaps, with all cells inside, at every width", () => {
   for (const width of [240, 420, 700, 1000, 1400]) {
@@ -50,26 +38,6 @@ test("a click pins a value, replaces another one of its key, and frees it again"
   assert.deepEqual(clicked([["tp", "8"], ["pp", "2"]], "tp", "8"), [["pp", "2"]]);
 });
 
-test("a page answers from its table, and says what is not there", () => {
-  assert.equal(fromTable(grid, asked()), grid["m|a|8|64"]);
-  assert.equal(fromTable(grid, asked({ gpus: 16 })).data.gpus, 16);
-  const pinned = fromTable(grid, asked({ pins: [["tp", "8"]] }));
-  assert.deepEqual(pinned.data.plans.map((one) => [one.words, one.over]), [["tp=8 pp=2", "best"]]);
-  assert.equal(pinned.data.price, "costs +13 %");
-  assert.match(pinned.label, /^plans for m on 8 a, batch 64, with tp=8: 3.4 s with tp=8 pp=2; costs/);
-  assert.deepEqual(fromTable(grid, asked({ pins: [["tp", "1"]] })).data.plans.map((one) => one.words), ["tp=1 pp=2"]);
-  for (const [question, said] of [
-    [{ gpus: 32 }, /^not computed for this page$/], [{ pins: [["tp", "16"]] }, /does not fit: at least 90 GB/], [{ pins: [["pp", "2"]] }, /not computed for this page: pp=2/],
-    [{ pins: [["tp", "8"], ["pp", "2"]] }, /one pin at a time/], [{ gpus: 16, pins: [["tp", "8"]] }, /not computed for this page: tp=8/],
-  ]) {
-    const { data: none, table } = fromTable(grid, asked(question));
-    assert.match(none.problem, said);
-    assert.deepEqual(none.plans, []);
-    assert.deepEqual(none.pins, question.pins ?? []);
-    assert.equal(table.length, 2);
-  }
-});
-
 test("axes hold all points, and their marks are round", () => {
   const a = axes(data(), extra, { x: 0, y: 100, w: 400, h: 250 });
   for (const one of [...extra.front, ...data().plans]) {
@@ -89,5 +57,4 @@ test("plans, bytes and values have words", () => {
   assert.match(bytesWords(data(), plan(1, 3)), /^parameters 10\.00 GB\ngradients 20\.00 GB\n[^]*together 40 GB of a, 80 GB$/);
   assert.equal(valueWords(data(), "tp", extra.tp[1]), "tp=8: 3.4 s, +13 %; messages\ntp=8 pp=2");
   assert.equal(valueWords(data(), "tp", extra.tp[2]), "tp=16: does not fit: at least 90 GB");
-  assert.equal(question(asked({ pins: [["tp", "8"], ["pp", "2"]] })), "m on 8 a, batch 64, with tp=8 pp=2");
 });

@@ -1,0 +1,37 @@
+// Python in a worker of a page: Pyodide, and of minipar what needs nothing else. It answers requests, one after the other.
+//
+//   in   { number, request }         request is plain data: see minipar_widgets/live.py
+//   out  { step }                    while it starts: what it is doing, in words
+//        { number, answer, bytes }   answer is JSON, in which { "bytes": k } stands for bytes[k]
+//        { number, broken }          Python itself has failed
+//
+// Python sees nothing of this worker but what it needs to run: no network, no storage, no messages of its own.
+import { loadPyodide } from "../pyodide/pyodide.mjs";
+
+const post = self.postMessage.bind(self);
+
+async function start() {
+  post({ step: "loading Python" });
+  const engine = fetch(new URL("../minipar.zip", import.meta.url)).then((found) => found.arrayBuffer());
+  const py = await loadPyodide({ indexURL: new URL("../pyodide/", import.meta.url).href, jsglobals: Object.create(null) });
+  post({ step: "loading minipar" });
+  py.unpackArchive(await engine, "zip", { extractDir: "/minipar" });
+  const answer = py.runPython("import sys\nsys.path.insert(0, '/minipar')\nfrom minipar_widgets.live import answer\nanswer");
+  for (const name of ["fetch", "XMLHttpRequest", "WebSocket", "EventSource", "indexedDB", "caches", "BroadcastChannel", "Worker", "importScripts", "postMessage"]) {
+    Object.defineProperty(self, name, { value: undefined });
+  }
+  return answer;
+}
+
+const ready = start();
+ready.then(() => post({ step: "" }), (error) => post({ step: "", broken: String(error) }));
+
+let turn = ready;
+self.onmessage = ({ data: { number, request } }) => {
+  turn = ready.then((answer) => {
+    const both = answer(JSON.stringify(request));
+    const [text, bytes] = both.toJs();
+    both.destroy();
+    post({ number, answer: text, bytes });
+  }).catch((error) => post({ number, broken: String(error) }));
+};
