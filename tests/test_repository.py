@@ -95,7 +95,7 @@ def test_every_import_is_a_declared_package(folder, extras):
     known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"tests"}
     known |= {"minipar", "minipar_course", "minipar_widgets"}
     known |= {"packaging", "tomli", "IPython", "traitlets"}  # pytest's, ipykernel's, ipywidgets'
-    known |= {"jupyter_client", "benchmarks"}  # nbval's, ours
+    known |= {"jupyter_client", "benchmarks", "docs"}  # nbval's, ours, ours
     for path in python_files(folder):
         for name in imports(path, everywhere=folder != "tests"):  # tests may import what they make
             assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
