@@ -35,7 +35,7 @@ from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount, routes
-from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
+from minipar.models.tensors import count_bytes, detach, differentiable, dtype_named, map_tensors, take_rows
 from minipar.program import (
     COPIES,
     Instruction,
@@ -242,10 +242,11 @@ class Compute:
         if ins.layers[0] > 0:
             found = [live[self._output(a, ins)] for a in self.program.wiring.inputs[ins.layers[0]]]
             return found[0] if len(found) == 1 else tuple(found)
-        narrow = self.program.precision == "bf16"
+        narrow = self.program.narrow
 
         def placed(tensor: Tensor) -> Tensor:
-            return self._placed(0, tensor, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
+            short = narrow and tensor.is_floating_point()
+            return self._placed(0, tensor, dtype_named(narrow) if short else tensor.dtype)
 
         return map_tensors(self._part(take_rows(x, rows), ins), placed)
 

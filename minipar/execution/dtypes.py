@@ -62,26 +62,28 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     _change(model, dtype)
 
 
-def narrow(model: nn.Module) -> None:
-    """Give the floating numbers of a model the type bfloat16, in place; complex ones stay."""
-    _change(model, torch.bfloat16)
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the floating numbers of a model a shorter type, in place; complex ones stay."""
+    _change(model, dtype)
 
 
-def check_narrow(model: nn.Module) -> None:
-    """Raise a PlanError for a model that cannot have precision=bf16: one that mixes types, or that trains complex
-    parameters. The error names the tensor."""
+def check_narrow(model: nn.Module, precision: str) -> None:
+    """Raise a PlanError for a model that cannot have a shorter type, such as precision=bf16: one that mixes types, or
+    that trains complex parameters. The error names the tensor."""
     main = main_type(model)
     if main is None:
         return
     if other := _of_another_type(model, main):
         raise PlanError(
-            f"precision=bf16: the model is of {dtype_name(main)}, but {other}; possible are a model of one type, and "
-            "precision=float32"
+            f"precision={precision}: the model is of {dtype_name(main)}, but {other}; possible are a model of one "
+            "type, and precision=float32"
         )
     for name, p in model.named_parameters():
         if p.is_complex() and p.requires_grad:
-            raise PlanError(f"precision=bf16: {name} is {dtype_name(p.dtype)}, of which there is no bfloat16; "
-                            "possible is precision=float32")  # fmt: skip
+            kind = dtype_name(p.dtype)
+            raise PlanError(
+                f"precision={precision}: {name} is {kind}, which has no shorter type; possible is precision=float32"
+            )
 
 
 def _of_another_type(model: nn.Module, main: torch.dtype) -> str:

@@ -57,6 +57,7 @@ from minipar.models.tensors import (
     count_bytes,
     count_rows,
     dtype_name,
+    dtype_named,
     layers_of,
     map_tensors,
     single,
@@ -66,7 +67,7 @@ from minipar.models.tensors import (
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.forecast import Facts
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.program import Op, Program, Synchronous, Value, collectives, repartitions
+from minipar.program import PRECISIONS, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
@@ -555,12 +556,12 @@ def profile_job(
         check_update(update, sliced)
     (x, y), of = job.sample(min(job.batch, max(2, *rows)))  # (one row alone does not show what others do to it)
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
-    if plan.precision == "bf16":
-        check_narrow(model)
-        narrow(model)
-        x = map_tensors(x, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+    if short := PRECISIONS[plan.precision]:
+        check_narrow(model, plan.precision)
+        narrow(model, dtype_named(short))
+        x = map_tensors(x, lambda t: t.to(dtype_named(short)) if t.is_floating_point() else t)
     mean = partial(_mean, job.loss)
-    loss = mean if plan.precision == "float32" else partial(_single, mean)
+    loss = partial(_single, mean) if short else mean
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
     if plan.checkpoint == "selective":
@@ -639,7 +640,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
         finally:
             for buffer, values in before:
                 buffer.copy_(values)
-    if plan.precision == "bf16":
+    if PRECISIONS[plan.precision]:
         output, short = (None if value is None else map_tensors(value, single) for value in (output, short))
     rows = min(job.batch, _TRIED_TARGETS)
     y = map_tensors(job.sample(rows)[0][1], lambda t: t.to(device))

@@ -47,7 +47,7 @@ from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
 from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
-from minipar.models.tensors import count_bytes, layers_of
+from minipar.models.tensors import count_bytes, dtype_named, layers_of
 from minipar.program import (
     BACKWARDS,
     COLLECTIVES,
@@ -177,8 +177,8 @@ class Executor:
             sliced = bool(program.sharded or getattr(container, "cuts", {}))
             why = f"program {program.name!r} " + ("shards optimizer states" if sliced else "has several updates a step")
             check_update(update, why, any(not trained <= found for found in updated), sliced)
-        if program.precision == "bf16":
-            check_narrow(container)
+        if program.narrow:
+            check_narrow(container, program.precision)
         randomness.replace_dropout(container, seed)
         layers: list[nn.Module] = layers_of(container)
         check_fit(program, layers, edges_of(container))
@@ -196,9 +196,9 @@ class Executor:
         self.state = State(program, comm, groups, update, self.names, self.live)
         self.groups, self.buckets = groups, self.state.buckets
         mine = list(self.compute.layers.values())
-        if program.precision == "bf16":
+        if program.narrow:
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
-            narrow(nn.ModuleList(mine))
+            narrow(nn.ModuleList(mine), dtype_named(program.narrow))
         self.copies: Copies | None = None
         if any(ins.op in COPIES for ins in program.ranks[comm.rank]):
             self.copies = Copies(program, self.state, self.compute.kept, layers, mine, self.streams)

@@ -4,11 +4,11 @@
     flat       [ weight . . . | bias . 0 ]  where replicas share a group out (ZeRO), every p.data is a view of it
     part                  [ . . . . . . ]   this rank's slice, the k-th of n of one size
     trained    what the optimizer works on: `params`, or `part`, or copies of these: on the host, in float32 beside
-               layers of bfloat16, or parameters of their own that have the memory of the newest version
+               layers of a shorter type, or parameters of their own that have the memory of the newest version
 
 A flat whose parameters are gathered where they are used (ZeRO-3) has size 0 in between. It is resized, never replaced:
 what autograd saved (the transpose of a weight) is a view of this storage, and finds its values there again. Slices are
-of float32 where layers have bfloat16; gradients travel as bfloat16 then, and are added up in float32.
+of float32 where layers have a shorter type; gradients travel in that then, and are added up in float32.
 
 Where several versions of parameters are alive, autograd has saved views of the one that its forward used, which is
 never written to while anything needs it. The optimizer works on parameters of its own, so that its state exists once,
@@ -81,7 +81,7 @@ class Line:
 
     place     the slice that this rank updates; None: it updates all
     holders   how many ranks have the same gradient after the sum
-    narrow    the layers have bfloat16; `wide`: the optimizer works in float32 nevertheless
+    narrow    the layers have this shorter type; `wide`: the optimizer works in float32 nevertheless
     on_host   the optimizer works on copies on the host
     separate  the optimizer works on parameters of its own, though with the memory of the layers' ones
 
@@ -98,7 +98,7 @@ class Line:
         group: Group,
         holders: int = 1,
         place: Place | None = None,
-        narrow: bool = False,
+        narrow: torch.dtype | None = None,
         wide: bool = False,
         on_device: bool = True,
         separate: bool = False,
@@ -110,8 +110,8 @@ class Line:
         self.updated: Sequence[Updated] = ()
         self._cuts: Sequence[tuple[int, int]] = ()  # where the parts begin and end in the slice, if there are several
         self.divided, self.absent = False, cast("set[int] | None", None)
-        for p in params if narrow and not wide else ():
-            p.data = p.data.to(torch.bfloat16)
+        for p in params if narrow is not None and not wide else ():
+            p.data = p.data.to(narrow)
         if place is not None:
             self.owned = [self._lay_out(place, narrow)]
         self.trained: Sequence[nn.Parameter] = self.owned
@@ -119,19 +119,19 @@ class Line:
             self.trained = [nn.Parameter(on_host(p.detach())) for p in self.owned]
         elif place is None and (wide or separate):
             self.trained = [nn.Parameter(p.detach().clone() if wide else p.data) for p in params]
-        for p in params if narrow and place is None else ():
-            p.data = p.data.to(torch.bfloat16)
+        for p in params if narrow is not None and place is None else ():
+            p.data = p.data.to(narrow)
 
-    def _lay_out(self, place: Place, narrow: bool) -> nn.Parameter:
+    def _lay_out(self, place: Place, narrow: torch.dtype | None) -> nn.Parameter:
         """Lay the parameters end to end, with zeros behind them, and give this rank's slice."""
         count = sum(p.numel() for p in self.params)
         self.size = max(1, -(-count // place.n))
         flat = torch.zeros(self.size * place.n, dtype=self.params[0].dtype, device=place.device)
         torch.cat([p.data.reshape(-1) for p in self.params], out=flat[:count])
         part = flat[place.k * self.size : (place.k + 1) * self.size]
-        self.beside = narrow and not place.scattered  # whether the slice is in memory beside the layers' parameters
+        self.beside = bool(narrow) and not place.scattered  # whether the slice is in memory beside the parameters
         self.part = nn.Parameter(part.clone() if narrow or place.scattered else part)
-        self.flat = flat.to(torch.bfloat16) if narrow else flat
+        self.flat = flat.to(narrow) if narrow else flat
         start = 0
         for p in self.params:
             p.data = self.flat[start : start + p.numel()].view(p.shape)

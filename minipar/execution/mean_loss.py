@@ -54,7 +54,7 @@ class MeanLoss:
 
     def __init__(self, loss: Loss, program: Program, rank: int, later: Later) -> None:
         self.later = later
-        self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
+        self.loss, self.rank, self.narrow = loss, rank, bool(program.narrow)
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
         # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.

@@ -28,7 +28,7 @@ from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.lines import Line, Place, pack_gradients
 from minipar.execution.updating import OptimizerPart, Update
-from minipar.models.tensors import count_bytes, resize
+from minipar.models.tensors import count_bytes, dtype_named, resize
 from minipar.program import (
     Instruction,
     Op,
@@ -316,9 +316,10 @@ def lines_of(
 
     at_home   groups of layers that are computed on the host: the optimizer works there on the layers' own parameters
     """
-    row, narrow = program.ranks[comm.rank], program.precision == "bf16"
+    row = program.ranks[comm.rank]
+    narrow = dtype_named(program.narrow) if program.narrow else None
     updates = any(ins.op is Op.STEP for ins in row)
-    wide = narrow and updates and program.serving is None  # (else the servers have the wide ones, or nobody)
+    wide = bool(narrow) and updates and program.serving is None  # (else the servers have the wide ones, or nobody)
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     versions = {v.index for v in held if version_of(v) >= 0}

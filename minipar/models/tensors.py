@@ -110,8 +110,8 @@ def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: An
 
 
 def single(tensor: Tensor) -> Tensor:
-    """A bfloat16 tensor in float32, in which losses are computed; any other tensor unchanged."""
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    """A tensor of a shorter type in float32, in which losses are computed; any other tensor unchanged."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def take_rows(value: Any, rows: range) -> Any:

@@ -162,7 +162,7 @@ class Walk:
 
     def _passed_on(self) -> list[int]:
         """Groups whose bfloat16 parameters are whole, but whose float32 slice waits on the host or the disk."""
-        if self.program.precision != "bf16":
+        if not self.program.narrow:
             return []
         away = {v.index for v in self.state if home(v).kind == "param_shard" and tier(v) != "device"}
         return [g for g in sorted(away) if param(g) in self.state]
@@ -465,7 +465,7 @@ class Walk:
         whole = self.tapes.workspace.of(others)
         slices = max([1, *(len(self.program.slicing(g, self.rank)) for g in shards)])
         sliced = self.tapes.flat_workspace.of(shards) // slices
-        if self.program.precision != "bf16":
+        if not self.program.narrow:
             return max(whole, sliced)
         return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)
 

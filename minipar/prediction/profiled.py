@@ -219,7 +219,7 @@ class ProfiledCosts:
             "optimizer_state": self.profile.optimizer_bytes,
         }
         if value.kind in sizes and value.index not in self.program.sharded:
-            if value.kind == "optimizer_state" and self.program.precision == "bf16":
+            if value.kind == "optimizer_state" and self.program.narrow:
                 return 2 * (sizes[value.kind][value.index] + self.profile.gradient_bytes[value.index])
             return sizes[value.kind][value.index]
         return self._size_of_slice(value)
@@ -255,13 +255,13 @@ class ProfiledCosts:
         if value.kind == "norm":
             return 8
         if value.kind == "residual":  # (with precision=bf16 it is float32)
-            return self.profile.gradient_bytes[value.index] * (2 if self.program.precision == "bf16" else 1)
+            return self.profile.gradient_bytes[value.index] * (2 if self.program.narrow else 1)
         g = value.index
         n = max(1, self.program.holders[g] // self.program.sharing)
         whole = self.profile.gradient_bytes[g]
         frozen = self.profile.parameter_bytes[g] - whole
         part = -(-whole // (4 * n)) * 4
-        wide = 2 if self.program.precision == "bf16" else 1
+        wide = 2 if self.program.narrow else 1
         master = part * wide if wide > 1 and g not in self.program.scattered else 0
         sizes = {
             "param": part * n + (0 if g in self.program.scattered else frozen),

@@ -113,6 +113,10 @@ class Group(NamedTuple):
         return "S" in self.form
 
 
+# What layers compute in, by the plan's key: a type of torch by its name; "": the model's own type.
+PRECISIONS = {"float32": "", "bf16": "bfloat16"}
+
+
 @dataclass(frozen=True)
 class Program:
     """A tuple of instructions for each rank, and the facts that are needed to verify, simulate and run them.
@@ -127,7 +131,7 @@ class Program:
     receives_ahead   how many receives per link are posted before the walk reaches them
     clip             the largest norm of the gradient: STEP scales a longer gradient down to it. None: no clipping
     compress         how gradients are compressed before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
-    precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything has the model's own type
+    precision        a key of `PRECISIONS`: what layers compute in. With a shorter type STEP works in float32
     folder           the folder for values on the disk; "": the system's temporary folder
     algorithm        by which gradients are summed over the replicas, and slices gathered; "": the backend's own
     room             bytes that a rank may keep in the slower tier; None: no limit but the tier's own size
@@ -180,6 +184,11 @@ class Program:
 
     def __len__(self) -> int:
         return sum(self.of_each(lambda rank: len(self.ranks[rank])))
+
+    @property
+    def narrow(self) -> str:
+        """The type in which layers compute, if it is not the model's own; else ""."""
+        return PRECISIONS[self.precision]
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class Worker(Executor):
     def size(self, value: Value) -> int:
         """Bytes of a value. With precision=bf16 only the servers have parameters as wide as the program says."""
         whole = super().size(value)
-        return whole // 2 if value.kind == "param" and self.program.precision == "bf16" else whole
+        return whole // 2 if value.kind == "param" and self.program.narrow else whole
 
     def _weights(self) -> tuple[float, float]:
         """How much this worker's rows weigh in the present step, and all rows."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
+from minipar.program import PRECISIONS
 from minipar.strategies.layout import looped
 from minipar.strategies.schedules.registry import find
 from minipar.strategies.segments import text
@@ -131,7 +132,7 @@ ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
-BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
+BF16 = KeyValues("precision", "precision=bf16", lambda plan: bool(PRECISIONS[plan.precision]), "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
 OFFLOADED_STATES = KeyValues(
     "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),

@@ -21,7 +21,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import MiniparError, PlanError, ProgramError
-from minipar.program import Action, BackwardWeight, Program
+from minipar.program import PRECISIONS, Action, BackwardWeight, Program
 from minipar.program.collector import paused
 from minipar.program.forms import WHOLE, letter_of
 from minipar.program.mesh import SHARING
@@ -147,7 +147,7 @@ class Plan:
     clip: float | None = key(None, keys.NORM, "gradients are scaled down to this norm, that of all of them together")
     precision: str = key(
         "float32",
-        one_of("float32", "bf16"),
+        one_of(*PRECISIONS),
         "bf16: layers compute in bfloat16, and the optimizer keeps float32 parameters of its own",
     )
     offload: tuple[str, ...] | str = key(

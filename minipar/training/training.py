@@ -36,7 +36,7 @@ from minipar.prediction.emulated import as_emulated
 from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.profiled import microbatch_rows
-from minipar.program import Program
+from minipar.program import PRECISIONS, Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
@@ -406,7 +406,7 @@ def _programs(asked: Asked, job: Job, forecast: Forecast) -> tuple[Program, Prog
     plan, steps, shape, profile = asked.plan, asked.steps, forecast.facts.shape, forecast.facts.profile
     if asked.program is not None:
         return own_program.check(asked.program, plan, shape, steps), None
-    if plan.sync == "ps" and plan.precision == "bf16":
+    if plan.sync == "ps" and PRECISIONS[plan.precision]:
         shape = _as_served(shape, job.dtype)
     planned = profile if forecast.device is None else as_emulated(profile, forecast.device)
     timed = replace(forecast, facts=forecast.facts._replace(tapes=None))

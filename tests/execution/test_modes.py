@@ -163,13 +163,13 @@ def test_main_type_and_narrowing():
     assert main_type(nn.Sequential(nn.ReLU())) is None
     assert main_type(nn.Sequential(Rotary())) is torch.float32
     model = rotary()
-    check_narrow(model)
-    narrow(model)
+    check_narrow(model, "bf16")
+    narrow(model, torch.bfloat16)
     assert model[0].weight.dtype is torch.bfloat16
     assert model[1].table.dtype is torch.complex64
     model[1].turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(PlanError, match=r"the model is of bfloat16, but 1\.turn is complex64|1\.turn is complex64, of"):
-        check_narrow(model)
+        check_narrow(model, "bf16")
 
 
 def test_complex_inputs_become_the_matching_type():

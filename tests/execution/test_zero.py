@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar import Plan, PlanError, RankError, data, models, train
+from minipar import Plan, PlanError, RankError, data, models, program, train
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
 from minipar.execution.updating import check_elementwise
@@ -64,15 +65,17 @@ def test_an_optimizer_for_matrices_only_is_refused_by_name(clusters):
 # mixed precision ------------------------------------------------------------------------------------------------------
 
 
-def _small_steps(words: str) -> float:
-    """In a rank: how far 64 steps moved a parameter, each too small for bfloat16 to see."""
+def _small_steps(words: str, precision: str = "bf16") -> float:
+    """In a rank: how far 64 steps moved a parameter, each too small for a type of 16 bits to see."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
     model[0].weight.data.fill_(1.0)
-    program = Plan.parse(words).compile(shape_of(list(model)))
-    executor = Executor(program, communicator.create(), model, _sum, partial(torch.optim.SGD, lr=2**-12))
+    built = replace(Plan.parse(words).compile(shape_of(list(model))), precision=precision)
+    executor = Executor(built, communicator.create(), model, _sum, partial(torch.optim.SGD, lr=2**-12))
     for step in range(64):
         executor.run(lambda _: (torch.ones(2, 1), torch.ones(2, 1)), step)
-    return 1.0 - float(executor.state.lines[0].trained[0][0].detach())
+    assert model[0].weight.dtype is getattr(torch, program.PRECISIONS[precision])
+    with executor.all_here():
+        return 1.0 - float(executor.state.lines[0].trained[0][0].detach())
 
 
 def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -82,6 +85,21 @@ def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("words", ["dp=2 precision=bf16", "dp=2 zero=1 precision=bf16"])
 def test_the_optimizer_keeps_float32(clusters, words):
     assert clusters(Plan.parse(words).ranks).run(_small_steps, words)[0] == pytest.approx(64 / 2**12)
+
+
+def _with_another_type(words: str) -> float:
+    program.PRECISIONS["fp16"] = "float16"
+    try:
+        return _small_steps(words, "fp16")
+    finally:
+        del program.PRECISIONS["fp16"]
+
+
+@pytest.mark.parametrize(
+    "more", ["", "zero=1 clip=10", "zero=3", "offload=optimizer", "zero=3 offload=optimizer,parameters offload_to=disk"]
+)
+def test_another_type_is_one_row_of_the_table(clusters, more):
+    assert clusters(2).run(_with_another_type, f"dp=2 precision=bf16 {more}")[0] == pytest.approx(64 / 2**12)
 
 
 def test_bytes_of_mixed_precision_are_the_papers(clusters):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipar.errors import PlanError, ProgramError
-from minipar.program import Group, Instruction, Op, Part, Program, Value, home, version_of
+from minipar.program import PRECISIONS, Group, Instruction, Op, Part, Program, Value, home, version_of
 from minipar.program import edges as graphs
 from minipar.program.consistency import Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, is_form
@@ -94,7 +94,7 @@ _OWN: dict[str, Rule] = {
     "name": _TEXT,
     "folder": _TEXT,
     "clip": (lambda value: value is None or _positive(value), "a positive number, or None"),
-    "precision": (lambda value: value in ("float32", "bf16"), "float32 or bf16"),
+    "precision": (lambda value: value in PRECISIONS, " or ".join(PRECISIONS)),
     "compress": (lambda value: _is_compression(value), "none, bf16, fp16, topk:R (0 < R <= 1) or powersgd:R (R >= 1)"),
     "room": (lambda value: value is None or _whole(value, 0), "bytes, or None"),
     "chunks": (lambda value: _wholes(value, 0), "a tuple of sizes in bytes"),
