@@ -31,9 +31,12 @@ def assert_equals_plain_torch(
     steps: int = 3,
     plain_loss: Any = None,
     call: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    pairs: Any = None,
+    batch: int = 8,
 ) -> Run:
     """Train in float64 both ways. plain_loss: of a plain loop, where its penalty stands in the loss itself. call: the
-    plain model, with rows x."""
+    plain model, with rows x. pairs: of the plain loop, what `data` are read as: a pair, or one for each step."""
+    pairs = data if pairs is None else pairs
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make()
@@ -43,14 +46,14 @@ def assert_equals_plain_torch(
         module._buffers.update({k: b.double() for k, b in module._buffers.items() if b.is_floating_point()})
     own, losses, gradients = optimizer(list(model.parameters())), [], []
     for step in range(steps):
-        x, y = data if isinstance(data, tuple) else data.batch(step, 8)
+        x, y = pairs[step] if isinstance(pairs, list) else pairs if isinstance(pairs, tuple) else pairs.batch(step, 8)
         own.zero_grad()
         value = (loss if plain_loss is None else plain_loss)(call(model, x), y)
         value.backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         losses.append(value.item())
         own.step()
-    run = train(make, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=steps, batch=8, loss=loss,
+    run = train(make, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=steps, batch=batch, loss=loss,
                 optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
     assert run.losses == pytest.approx(losses, rel=BOUND)
     for found, expected in zip(run.gradients, gradients, strict=True):

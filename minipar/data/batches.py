@@ -10,12 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from minipar.data.sharing import rows_of
 from minipar.errors import RankError
 from minipar.models.losses import counted, option, says_count
-from minipar.models.tensors import check_rows, count_bytes, map_tensors, opaque, take_rows, tensors
+from minipar.models.tensors import check_rows, count_bytes, mark_undivided, opaque, take_rows, tensors, undivided
 from minipar.program import Instruction, Program, Staleness, Value
 from minipar.wording import several
 
@@ -49,12 +47,14 @@ def check_batch(batch: Any, where: str = "data") -> int:
     Errors: RankError if it is no pair (x, y) of tensors, or of structures of them; if it has no rows; if x and y, or
     tensors inside them, have different numbers of rows.
     """
-    x, y = (check_rows(part, name) for part, name in zip(pair_of(batch, where), "xy", strict=True))
-    if x != y:
-        raise RankError(f"{where}: x has {several(x, 'row')}, but y has {y}; each row needs its target")
-    if not x:
+    x, y = pair_of(batch, where)
+    rows = check_rows(mark_undivided(x, undivided(x, y)), "x")
+    wanted = rows if y is x else check_rows(y, "y")
+    if rows != wanted:
+        raise RankError(f"{where}: x has {several(rows, 'row')}, but y has {wanted}; each row needs its target")
+    if not rows:
         raise RankError(f"{where}: has 0 rows; a step needs at least one")
-    return x
+    return rows
 
 
 def pair_of(batch: Any, where: str) -> Batch:
@@ -88,14 +88,16 @@ def _rows(program: Program, rank: int, total: int) -> list[range]:
 
 def gives_rows(data: Any) -> bool:
     """Whether a data set can give some rows of a batch."""
-    return not isinstance(data, tuple) and "rows" in inspect.signature(data.batch).parameters
+    if isinstance(data, tuple) or getattr(data, "collate", None) is not None:  # (it makes the whole batch)
+        return False
+    return "rows" in inspect.signature(data.batch).parameters
 
 
 def read_part(
-    data: Any, step: int, size: int, program: Program, rank: int, loss: Any, cast: Callable[[Tensor], Tensor]
+    data: Any, step: int, size: int, program: Program, rank: int, loss: Any, made: Callable[[Any, str], Batch]
 ) -> BatchPart:
     """A rank's part of the batch of a step. It reads only these rows if it can (`data` must give rows, see
-    `gives_rows`).
+    `gives_rows`). `made` is `Job.made`.
 
     The mean loss is over all targets that count, so a rank with the last layer must know how many of them are in the
     rows of other ranks. It knows this without reading those rows if targets are floating-point numbers, or integers in
@@ -112,13 +114,13 @@ def read_part(
         return BatchPart(None, None, mine.start, rows, total)
 
     def read(asked: range) -> Batch:
-        x, y = pair_of(batch_of(data, step, size, rows=asked), f"data: step {step}")
+        x, y = made(batch_of(data, step, size, rows=asked), f"data: step {step}")
         found = check_rows(x, "x"), check_rows(y, "y")
         if found != (len(asked), len(asked)):
             raise RankError(
                 f"data: asked for {several(len(asked), 'row')} of step {step}, gave {found[0]} of x and {found[1]} of y"
             )
-        return map_tensors(x, cast), map_tensors(y, cast)
+        return x, y
 
     x, y = read(mine)
     weight: float = total

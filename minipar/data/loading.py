@@ -8,13 +8,14 @@ Batches     An iterable knows no step numbers, and one that shuffles gives other
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.data.order import Order
 from minipar.errors import PlanError
@@ -26,21 +27,60 @@ if TYPE_CHECKING:
 Pair = Callable[[Any], tuple[Any, Any]]
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """x and y of a batch. The batch is a pair (x, y), or a dict with "labels", where y is the labels and x is the rest.
+@dataclass(frozen=True)
+class Pairing:
+    """What of a batch is x, which the model is given, and what is y, which the loss is given.
 
-    Errors: PlanError for any other batch. For such a batch give `Rows(..., pair=...)` or `Batches(..., pair=...)`.
+    own     the model makes its loss itself: x is the whole batch, and y as well
+    takes   the names of what the model's forward takes; None: not known
     """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, Mapping) and "labels" in batch and len(batch) > 1:
-        return {key: part for key, part in batch.items() if key != "labels"}, batch["labels"]
+
+    own: bool = False
+    takes: frozenset[str] | None = None
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        """(x, y). Of a pair the second is y, and so is the last of several. Of a dict y is "labels", or else what
+        forward takes nothing of by name.
+
+        Errors: PlanError for any other batch. For such a batch give `Rows(..., pair=...)` or `Batches(..., pair=...)`.
+        """
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        if self.own:
+            return batch, batch
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+        if isinstance(batch, dict):
+            x = {key for key in batch if key in self.takes} if self.takes else set()
+            x = {*batch} - {"labels"} if "labels" in batch else x
+            y = [batch[key] for key in batch if key not in x]
+            if x and y:
+                wanted = y[0] if len(y) == 1 else {key: batch[key] for key in batch if key not in x}
+                return {key: batch[key] for key in batch if key in x}, wanted
+        return _unpaired(batch)
+
+
+def takes_of(model: Any) -> frozenset[str] | None:
+    """The names of what the forward of a model takes, where they are known: of a module, or of a class of them."""
+    while isinstance(model, partial):
+        model = model.func
+    kind = model if isinstance(model, type) else type(model)
+    forward = getattr(kind, "forward", None)
+    taken = [] if forward is None else list(inspect.signature(forward).parameters.values())[1:]
+    several = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    return frozenset(p.name for p in taken) if taken and not several & {p.kind for p in taken} else None
+
+
+pair = Pairing()
+
+
+def _unpaired(batch: Any) -> NoReturn:
     kind = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     if isinstance(batch, (tuple, list)):
         kind += f" of {len(batch)}"
     raise PlanError(
         f"data: a batch is {kind}, which does not say what is x and what is y; give pairs (x, y) or dicts with "
-        "'labels', or say it: data.Batches(loader, pair=lambda batch: (batch['image'], batch['class']))"
+        "'labels', or say it: data.Batches(loader, pair=lambda batch: (batch['image'], batch['class'])); or, if the "
+        "model itself gives its loss, loss=None"
     )
 
 
@@ -48,13 +88,13 @@ def pair(batch: Any) -> tuple[Any, Any]:
 class Rows:
     """The rows of a torch Dataset (with a length and numbered rows), epoch by epoch: `train(data=Rows(dataset))`.
 
-    dataset   `dataset[k]` is row k: a pair (x, y), or a dict with "labels"
+    dataset   `dataset[k]` is row k: a pair (x, y), or a dict, such as a Hugging Face data set has
     seed      seed of the orders: the order of an epoch is a function of (seed, epoch)
     shuffle   False: every epoch has the order of the data
     last      "smaller": rows that do not fill a batch are a smaller batch; "dropped": they are left out of this epoch
-    collate   makes a batch from a list of rows. The default is torch's function, which stacks rows; then each rank
-              reads only its own rows. With another function (such as one that pads to the longest row) each rank reads
-              the whole batch
+    collate   makes a batch from a list of rows. The default stacks rows, as torch does (numbers in lists as well, and
+              without what is text); then each rank reads only its own rows. With another function (such as one that
+              pads to the longest row) each rank reads the whole batch
     pair      gives (x, y) of a collated batch; default: `pair`
 
     Rows that draw random numbers (augmentation) must draw them as a function of k. Otherwise the reference gets other
@@ -92,14 +132,40 @@ class Rows:
 
     def batch(self, step: int, size: int, rows: range | None = None) -> tuple[Any, Any]:
         """The batch of one step, or only its `rows`."""
-        from torch.utils.data import default_collate
-
         from minipar.models.tensors import take_rows
 
         if self.collate is None:
-            return self.pair(default_collate([self.dataset[k] for k in self.order.rows(step, size, rows).tolist()]))
+            return self.pair(stacked([self.dataset[k] for k in self.order.rows(step, size, rows).tolist()]))
         whole = self.pair(self.collate([self.dataset[k] for k in self.order.rows(step, size).tolist()]))
         return whole if rows is None else (take_rows(whole[0], rows), take_rows(whole[1], rows))
+
+
+def stacked(rows: list[Any]) -> Any:
+    """A batch of rows. Of dicts with lists of numbers, as Hugging Face's data sets give them, a tensor for each key;
+    what is text is left out. Errors: PlanError for lists of unequal lengths."""
+    import torch
+    from torch.utils.data import default_collate
+
+    if not isinstance(rows[0], Mapping):
+        return default_collate(rows)
+    found = {}
+    for key, first in rows[0].items():
+        column, inner = [row[key] for row in rows], first
+        while isinstance(inner, (list, tuple)) and inner:
+            inner = inner[0]
+        if isinstance(inner, str):
+            continue
+        if isinstance(first, (list, tuple)):
+            kind = torch.float64 if isinstance(inner, float) else None  # (as torch stacks single numbers)
+            column = [torch.tensor(each, dtype=kind) for each in column]
+        if isinstance(column[0], torch.Tensor) and len({each.shape for each in column}) > 1:
+            lengths = ", ".join(str(len(each)) for each in column[:4])
+            raise PlanError(
+                f"data: {key!r} has rows of unequal length ({lengths} ...), which cannot be stacked; pad them, or say "
+                "how: data.Rows(dataset, collate=transformers.DataCollatorWithPadding(tokenizer))"
+            )
+        found[key] = default_collate(column)
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,59 +186,89 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Files:
-    """Batches in a folder, with one file for each step."""
+    """Batches in a folder, with one file for each step.
+
+    pairing     gives (x, y) of what is in a file
+    undivided   the tensors of x that have no rows, in any of the batches
+    """
 
     folder: str
     first: int
+    pairing: Pair
+    undivided: frozenset[str] = frozenset()
 
     def batch(self, step: int, size: int) -> tuple[Any, Any]:
         import torch
 
         # (the profile reads step 0, even if the run begins with a later step)
-        found = torch.load(self._path(max(step, self.first)), mmap=True, weights_only=False)
-        return found[0], found[1]
+        return self.pairing(torch.load(self._path(max(step, self.first)), mmap=True, weights_only=False))
 
     def _path(self, step: int) -> str:
         return os.path.join(self.folder, f"{step}.pt")
 
 
-def indexed(data: Any, seed: int) -> Any:
-    """A torch Dataset as `Rows`; any other data unchanged."""
-    if isinstance(data, tuple) or hasattr(data, "batch"):
-        return data
-    from torch.utils.data import Dataset, IterableDataset
+@dataclass(frozen=True)
+class _Paired:
+    """A data set with `batch(step, size)`, for a model that makes its loss itself."""
 
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        return Rows(data, seed)
-    return data
+    source: Any
+    pairing: Pair
+
+    def batch(self, step: int, size: int) -> tuple[Any, Any]:
+        return self.pairing(self.source.batch(step, size))
+
+
+def indexed(data: Any, seed: int, size: int, pairing: Pairing = pair) -> Any:
+    """One batch as (x, y); a data set with numbered rows, such as torch's and Hugging Face's, as `Rows`; rows that come
+    one after the other as `Batches`; any other data unchanged."""
+    if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
+        raise PlanError(f"data: a dict of data sets, {', '.join(map(str, data))}; give one of them")
+    if isinstance(data, (tuple, Mapping)):
+        return pairing(data)
+    if isinstance(data, (Rows, Batches)):
+        return replace(data, pair=pairing) if data.pair is pair else data
+    foreign = hasattr(data, "column_names")  # (Hugging Face's data sets have a `batch` that is something else)
+    if hasattr(data, "batch") and not foreign:
+        return _Paired(data, pairing) if pairing.own and not isinstance(data, _Files) else data
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    if isinstance(data, IterableDataset):
+        return Batches(DataLoader(data, batch_size=size, collate_fn=stacked), pairing)
+    if isinstance(data, Dataset) or foreign:
+        return Rows(data, seed, pair=pairing)
+    return Batches(data, pairing) if isinstance(data, Iterable) else data
 
 
 @contextmanager
-def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Iterator[tuple[Any, int]]:
+def read_ahead(
+    data: Any, steps: int, first: int, seed: int, size: int, pairing: Pairing = pair
+) -> Iterator[tuple[Any, int]]:
     """Gives (data whose batches can be read by step number, rows of a step), for `steps` steps from step `first` on.
 
     Errors: PlanError if an iterable has no batch for some step, or a batch that is not x and y.
     """
-    data = indexed(data, seed)
-    if isinstance(data, tuple) or not isinstance(data, (Batches, Iterable)) or hasattr(data, "batch"):
+    data = indexed(data, seed, size, pairing)
+    if not isinstance(data, Batches):
         yield data, size
         return
     import torch
 
     from minipar.data.batches import check_batch
+    from minipar.models.tensors import undivided
 
-    given = data if isinstance(data, Batches) else Batches(data)
+    own, whole = data.pair is pairing and pairing.own, frozenset[str]()
     with tempfile.TemporaryDirectory(prefix="minipar-batches-") as folder:
-        files = _Files(folder, first)
+        files = _Files(folder, first, pairing if own else pair)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(hash((seed, first)))
-            for step, batch in zip(range(first, first + steps), _again(given.batches, steps), strict=False):
-                found = given.pair(batch)
-                rows = check_batch(found, f"data: batch {step}")
+            for step, batch in zip(range(first, first + steps), _again(data.batches, steps), strict=False):
+                x, y = data.pair(batch)
+                rows = check_batch((x, y), f"data: batch {step}")
+                whole |= undivided(x, y)
                 if step == first:
                     size = rows
-                torch.save(_compact(found), files._path(step))
-        yield files, size
+                torch.save(_compact(x if own else (x, y)), files._path(step))
+        yield replace(files, undivided=whole), size
 
 
 def _again(batches: Iterable[Any], steps: int) -> Iterator[Any]:

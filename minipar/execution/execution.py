@@ -47,10 +47,11 @@ from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of, whole_piece
 from minipar.models import selective_checkpoint, unregistered
-from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
+from minipar.models.losses import Own, check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.nodes import ShardedModel
+from minipar.models.own_loss import TRIED, find_count
 from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
@@ -60,9 +61,11 @@ from minipar.models.tensors import (
     dtype_named,
     layers_of,
     map_tensors,
+    mark_undivided,
     single,
     take_rows,
     take_tokens,
+    undivided,
 )
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.forecast import Facts
@@ -129,7 +132,7 @@ class Job:
     def __post_init__(self) -> None:
         check_loss(self.loss)
         check_choice(self.on_nan)
-        object.__setattr__(self, "data", loading.indexed(self.data, self.seed))
+        object.__setattr__(self, "data", loading.indexed(self.data, self.seed, self.batch))
         if isinstance(self.data, tuple):
             object.__setattr__(self, "batch", check_batch(self.data))
         elif not hasattr(self.data, "batch"):
@@ -190,22 +193,27 @@ class Job:
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
         found = self.data if isinstance(self.data, tuple) else batch_of(self.data, step, self.batch)
-        x, y = pair_of(found, f"data: step {step}")
-        return map_tensors(x, self._cast), map_tensors(y, self._cast)
+        return self.made(found, f"data: step {step}")
+
+    def made(self, batch: Any, where: str) -> Batch:
+        """A batch as ranks are given it: its numbers have the job's type, and what has no rows is marked."""
+        x, y = pair_of(batch, where)
+        known = getattr(self.data, "undivided", None)
+        made = mark_undivided(map_tensors(x, self._cast), undivided(x, y) if known is None else known)
+        return made, made if y is x else map_tensors(y, self._cast)
 
     def part(self, step: int, program: Program, rank: int) -> Batch | BatchPart:
         """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
         if not gives_rows(self.data) or program.local_steps:  # (a replica must know what the others weigh)
             return self.batches(step)
-        return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
+        return read_part(self.data, step, self.batch, program, rank, self.loss, self.made)
 
     def sample(self, rows: int) -> tuple[Batch, int]:
         """The first rows of step 0, at least so many, and how many rows the whole batch has."""
         if not gives_rows(self.data):
             whole = self.batches(0)
             return whole, check_batch(whole, "data: step 0")
-        x, y = pair_of(batch_of(self.data, 0, self.batch, rows=range(rows)), "data: step 0")
-        return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
+        return self.made(batch_of(self.data, 0, self.batch, rows=range(rows)), "data: step 0"), self.batch
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(matching(tensor, self.dtype))
@@ -549,7 +557,9 @@ def profile_job(
     flops    also count operations, which emulated devices ask for
     """
     plan = plan or Plan()
-    whole = job.build().to(worker.context().device)
+    whole = job.build()
+    tried = find_count(job.loss, whole, job.sample(TRIED)[0][0], parts) if isinstance(job.loss, Own) else None
+    whole = whole.to(worker.context().device)
     model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
     update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
@@ -576,7 +586,7 @@ def profile_job(
     optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
     slices = ranges_of(plan, shape, [x, y]) if plan.slice_count > 1 else []
     threads = torch.get_num_threads()
-    tried = _try_loss(job, whole, x, plan, parts)
+    counted_form, note = tried or _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
@@ -592,7 +602,7 @@ def profile_job(
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
-    sensitive = split_sensitive(whole, x)
+    sensitive = split_sensitive(whole, x, isinstance(job.loss, Own))
     return Facts(
         shape,
         measured,
@@ -601,7 +611,8 @@ def profile_job(
         tapes,
         copies,
         update.scheduler,
-        *tried,
+        counted_form,
+        note,
         getattr(getattr(whole, "report", None), "title", ""),
         model.whole if isinstance(model, ShardedModel) else {},
     )

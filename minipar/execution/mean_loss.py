@@ -22,7 +22,7 @@ from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.following import Warned
 from minipar.execution.streams import Later
-from minipar.models.losses import Trial, counted, counts_elements, is_mean, says_count, sum_and_count
+from minipar.models.losses import Own, Trial, counted, counts_elements, is_mean, says_count, sum_and_count
 from minipar.models.tensors import differentiable, map_tensors, single
 from minipar.program import BACKWARDS, Program
 
@@ -58,7 +58,9 @@ class MeanLoss:
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
         # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.
-        self.trial = Trial(loss) if not is_mean(loss) and _is_split(program, rank) else None
+        # (The model's own loss would have to be computed again, of the batch.)
+        known = is_mean(loss) or isinstance(loss, Own)
+        self.trial = Trial(loss) if not known and _is_split(program, rank) else None
         self.tried = -1
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
@@ -97,6 +99,8 @@ class MeanLoss:
     def _read(self, output: Any, y: Any) -> list[Tensor]:
         """The tensors of an output that the loss depends on: no graph is entered that plain torch does not enter."""
         found = [t for t in differentiable(output) if t.requires_grad]
+        if isinstance(self.loss, Own):  # (what it makes of nothing is 0/0)
+            return [t for t in found if t.dim()] or [t.nan_to_num() for t in found]
         if len(found) < 2:
             return found or differentiable(output)
         leaves: list[Tensor] = []

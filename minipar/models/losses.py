@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,10 +45,32 @@ class Weighted:
         return self.loss(output, y)
 
 
-def weighted(loss: Callable[[Any, Any], Any], count: Callable[[Any], Any]) -> Weighted:
+@dataclass(frozen=True)
+class Own:
+    """The loss that the model makes itself of a batch, which is both x and y; see `own_loss.py`.
+
+    count   of a batch, what its mean is over; None: not found yet
+    """
+
+    count: Callable[[Any], Any] | None = None
+
+    def __call__(self, output: Any, y: Any) -> Tensor:
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        numbers = [t for t in tensors(output) if not t.dim() and t.is_floating_point()]
+        found = numbers[0] if found is None and len(numbers) == 1 else found
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise PlanError(
+                f"loss=None: the model gives a {type(output).__name__}, in which there is no loss: it is a scalar, an "
+                "attribute or a key `loss`, or the only scalar of a tuple. Possible are a batch that has what the "
+                "model makes its loss of (labels, targets), and train(loss=...) with a function of the output"
+            )
+        return found.reshape(())
+
+
+def weighted(loss: Callable[[Any, Any], Any] | None, count: Callable[[Any], Any]) -> Weighted | Own:
     """A loss with its weight: `count(y)` is the number of things in some targets that the mean is over. The counts of
-    rows must add up."""
-    return Weighted(loss, count)
+    rows must add up. None is the model's own loss, whose y is the whole batch."""
+    return Own(count) if loss is None else Weighted(loss, count)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,11 +207,12 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
 _OWN = tuple(f"minipar.models.{name}" for name in ("transformer", "mixture_gpt", "inception", "perceptron"))
 
 
-def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
+def split_sensitive(model: nn.Module, x: Any = None, own_loss: bool = False) -> list[str]:
     """Modules and layers, by name, whose result depends on how the batch is split.
 
-    x   rows to run copies of a sequential model's layers on, to find which of them draw, change their buffers, or have
-        rows that change each other's results
+    x          rows to run copies of a sequential model's layers on, to find which of them draw, change their buffers,
+               or have rows that change each other's results
+    own_loss   single numbers that the last layer gives are the model's loss, and no results of rows
     """
     found = []
     for name, module in model.named_modules():
@@ -227,7 +229,7 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
             found.append(f"{name} ({kind}: its inner dropout does not draw by row)")
     ours = all(type(layer).__module__ in _OWN for layer in model._modules.values())
     named = [text.split()[0] for text in found]
-    for name, what in () if ours or x is None else _seen(model, x):
+    for name, what in () if ours or x is None else _seen(model, x, own_loss):
         if not any(f"{other}.".startswith(f"{name}.") for other in named):
             found.append(f"{name} ({type(model._modules[name]).__name__}: {what})")
     for name, p in model.named_parameters():
@@ -248,7 +250,7 @@ def _adds_up(parameter: nn.Parameter) -> bool:
     return torch.allclose(found[0] + found[1], found[2], rtol=1e-3, atol=1e-6)
 
 
-def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
+def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
     """Runs copies of a sequential model's layers; names those that draw, change their buffers, or mix rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
@@ -261,7 +263,8 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copied(layer))
             replace_dropout(holder, 0)
-            several = [outputs[k] for k in inputs[number]] or [x]
+            rows = count_rows(x) if not inputs[number] else 0
+            several = [outputs[k] for k in inputs[number]] or [take_rows(x, range(rows))]
             read = map_tensors(several[0] if len(several) == 1 else tuple(several), lambda t: t.to(device))
             given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
@@ -284,7 +287,7 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
             elif (after := _numbers(holder)) != numbers:
                 key = next(key for key, number in after.items() if numbers.get(key) != number)
                 found.append((name, f"each micro-batch changes its {key}"))
-            elif _mixes_rows(holder[0], read, outputs[number]):
+            elif _mixes_rows(holder[0], read, outputs[number], rows, own_loss and number == len(layers) - 1):
                 found.append((name, "rows of a micro-batch change each other's results"))
     if once is not None:
         raise once
@@ -301,17 +304,22 @@ def _numbers(layer: nn.Module) -> dict[str, Any]:
     }
 
 
-def _mixes_rows(layer: nn.Module, given: Any, output: Any) -> bool:
+def _mixes_rows(layer: nn.Module, given: Any, output: Any, rows: int, own_loss: bool) -> bool:
     """Whether a layer gives half of some rows another output when the rest is not there. Sums of other lengths round in
-    another way, which does not count."""
-    rows, halves = count_rows(given), []
+    another way, which does not count. Tensors of another length are given whole."""
+    rows, halves = rows or count_rows(given), []
+    kept = [k for k, t in enumerate(tensors(output)) if t.dim() or not own_loss]
     with suppress(Exception):  # (a layer may need all of its rows; whether it may be cut is then said elsewhere)
         for part in (range(rows // 2), range(rows // 2, rows)) if rows > 1 else ():
             at(row_dropouts(layer), 0, part.start)
-            halves.append(tensors(layer(map_tensors(take_rows(given, part), torch.clone))))
-    return len(halves) == 2 and any(
-        _differ(whole, parts) for whole, *parts in zip(tensors(output), *halves, strict=True)
-    )
+            half = map_tensors(given, partial(_rows_of, part=part, count=rows))
+            halves.append(tensors(layer(half)))
+    values = list(zip(tensors(output), *halves, strict=True)) if len(halves) == 2 else []
+    return any(_differ(values[k][0], values[k][1:]) for k in kept if values)
+
+
+def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
+    return (t[part.start : part.stop] if t.dim() and len(t) == count else t).clone()
 
 
 def _differ(whole: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -10,16 +10,18 @@ import copy
 import dataclasses
 import enum
 import importlib
+import inspect
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minipar.errors import RankError
+from minipar.errors import PlanError, RankError
 from minipar.wording import several
 
 _CONSTANTS = (
@@ -97,6 +99,30 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True)
+class Undivided:
+    """A tensor of a batch that has no rows, such as a mask of all tokens: every micro-batch is given all of it. It is
+    no tensor to the functions of this module, until `take_rows` gives it."""
+
+    tensor: Tensor
+
+
+def undivided(x: Any, y: Any) -> frozenset[str]:
+    """The tensors of x that have no rows, such as "x['mask']": their dimension 0 is not as long as that of y is; where
+    y is x, not as long as that of most of its tensors. (If no tensor of x is as long, it is not this that is wrong.)"""
+    found = list(named_tensors(x, "x"))
+    lengths = Counter(len(t) for _, t in (found if y is x else named_tensors(y, "y")) if t.dim())
+    rows = max(lengths, key=lengths.__getitem__, default=0)
+    without = frozenset(name for name, t in found if not t.dim() or len(t) != rows)
+    return without if len(without) < len(found) else frozenset()
+
+
+def mark_undivided(x: Any, without: Collection[str]) -> Any:
+    """x with these of its tensors marked as undivided."""
+    names = iter([name for name, _ in named_tensors(x, "x")])
+    return map_tensors(x, lambda t: Undivided(t) if next(names) in without else t) if without else x
+
+
 def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
     """A tuple, list or dict of type `kind` with these parts."""
     if issubclass(kind, Mapping):
@@ -115,8 +141,14 @@ def single(tensor: Tensor) -> Tensor:
 
 
 def take_rows(value: Any, rows: range) -> Any:
-    """The value with only these rows (positions of dimension 0) of every tensor."""
-    return map_tensors(value, lambda t: t[rows.start : rows.stop])
+    """The value with only these rows (positions of dimension 0) of every tensor, and all of those that have no rows."""
+    if isinstance(value, Undivided):
+        return value.tensor
+    if isinstance(value, (tuple, list)):
+        return rebuilt(type(value), [take_rows(part, rows) for part in value])
+    if isinstance(value, Mapping):
+        return rebuilt(type(value), [take_rows(part, rows) for part in value.values()], list(value), value)
+    return value[rows.start : rows.stop] if isinstance(value, Tensor) else value
 
 
 def take_tokens(value: Any, tokens: range) -> Any:
@@ -163,7 +195,7 @@ def opaque(value: Any) -> str | None:
 
     Tensors in such an object would pass the places where the graph is cut.
     """
-    if value is None or isinstance(value, (Tensor, *_CONSTANTS)):
+    if value is None or isinstance(value, (Tensor, Undivided, *_CONSTANTS)):
         return None
     if isinstance(value, (tuple, list)):
         return next((found for part in value if (found := opaque(part))), None)
@@ -176,6 +208,31 @@ def overwrites(layer: nn.Module) -> bool:
     """Whether a layer is known to change its input in place. Then it needs a copy, because a leaf of a graph must not
     change."""
     return any(getattr(module, "inplace", False) for module in layer.modules()) or hasattr(layer, _OVERWRITES)
+
+
+_signature = cache(inspect.signature)
+
+
+def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With which arguments a model's forward is called for rows x: a dict's items by name, those of a tuple one after
+    the other; x itself where forward takes no such ones. Errors: PlanError if it takes neither."""
+    named = isinstance(x, Mapping) and all(isinstance(key, str) for key in x)
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), dict(x))] if named else []
+    ways += [(tuple(x), {})] if isinstance(x, (tuple, list)) else []
+    forward = getattr(model.forward, "__func__", None)
+    own = () if forward is None else (model,)
+    signature = _signature(forward or model.forward)
+    for args, kwargs in [*ways, ((x,), {})]:
+        with suppress(TypeError):
+            signature.bind(*own, *args, **kwargs)
+            return args, kwargs
+    count = len(x) if isinstance(x, (tuple, list)) else 1
+    given = f"a dict of {', '.join(x)}" if named else several(count, "value")
+    raise PlanError(
+        f"model: {type(model).__name__}.forward{inspect.signature(model.forward)} cannot be called with x, which is "
+        f"{given}; possible is a batch of what forward takes by these names, or in this order. What is no input "
+        "belongs to y, or is left out: data.Batches(loader, pair=lambda batch: (x, y))"
+    )
 
 
 def given_to(layer: nn.Module, value: Any) -> Any:

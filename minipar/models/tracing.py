@@ -14,7 +14,7 @@ that later layers need, so a skip connection goes through the layers that it ski
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -29,7 +29,7 @@ from minipar.errors import PlanError
 from minipar.models.cutting import Holder, Layered, check, hold_tensor, is_inside, is_spine, is_unit, undisturbed
 from minipar.models.network import Network
 from minipar.models.replaying import Whole, at_blocks
-from minipar.models.tensors import count_bytes, opaque, rebuilt
+from minipar.models.tensors import arguments, count_bytes, opaque, rebuilt
 
 _WHOLE = "model."  # where the tracer finds the model
 
@@ -91,11 +91,10 @@ def _call(model: nn.Module, example: Any) -> Any:
     """Runs the model on an example, whose parts are the arguments of its forward."""
     if type(model).forward is nn.Sequential.forward:
         return model(example)
-    if isinstance(example, Mapping):
-        # (keys and values of transformers' models are no values that layers hand on)
-        options = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
-        return model(**options | dict(example))
-    return model(*example) if isinstance(example, (tuple, list)) else model(example)
+    args, named = arguments(model, example)
+    # (keys and values of transformers' models are no values that layers hand on)
+    options = {"use_cache": False} if named and getattr(getattr(model, "config", None), "use_cache", False) else {}
+    return model(*args, **options | named)
 
 
 # an nn.Sequential -----------------------------------------------------------------------------------------------------
@@ -140,8 +139,9 @@ class _Whole(nn.Module):
     def __init__(self, model: nn.Module, example: Any) -> None:
         super().__init__()
         self.model = model
-        self.keys = list(example) if isinstance(example, dict) else None
-        self.count = len(example) if isinstance(example, (tuple, list)) else None
+        args, named = arguments(model, example)
+        self.keys = list(named) if named else None
+        self.count = len(args) if args and args[0] is not example else None
 
     def forward(self, x: Any) -> Any:
         if self.keys is not None:

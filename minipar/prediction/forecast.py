@@ -33,7 +33,8 @@ class Facts(NamedTuple):
     tapes: Tapes | None = None
     copies: Copies = Copies()
     scheduler: str = ""
-    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
+    # of the model's output, if the loss gives (sum, count): see `losses.Counting`; of a model's own loss, its count
+    counted_form: Any = None
     loss_note: str = ""  # what to warn of
     cut: str = ""
     whole: Mapping[str, str] = {}

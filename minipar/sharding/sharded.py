@@ -18,7 +18,7 @@ from minipar.models.network import edges_of
 from minipar.models.nodes import Node, ShardedModel, SlicedNode
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import describe
-from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens, tensors
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows, take_tokens, tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, along, in_words, letters, on_axes, parts_of, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
@@ -368,7 +368,7 @@ def check_experts(model: nn.Module, count: int) -> None:
 
 def _with_rows(example: Any, rows: int) -> Any:
     """The example with so many rows: its own ones, again and again."""
-    return map_tensors(example, lambda t: t[torch.arange(rows) % len(t)])
+    return take_rows(map_tensors(example, lambda t: t[torch.arange(rows) % len(t)]), range(rows))
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -464,7 +464,7 @@ class _End(Node):
         found = [tensor.view_as(tensor) for tensor in tensors(given)]
         if self.form is None:
             return found[0] if len(found) == 1 else tuple(found)
-        return filled(with_rows(self.form, len(found[0])), found)
+        return filled(with_rows(self.form, next((len(t) for t in found if t.dim()), 0)), found)
 
 
 def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:

@@ -10,9 +10,10 @@ over replicas, and into micro-batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ from minipar.errors import PlanError, SaveError
 from minipar.execution.execution import Job, Loss, Model
 from minipar.execution.executor import Executor
 from minipar.execution.saving import keeping
-from minipar.models.losses import counted
+from minipar.models.losses import Own, counted
 from minipar.models.network import edges_of
+from minipar.models.own_loss import TRIED, find_count
 from minipar.models.parameter_groups import shape_of
-from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows, tensors
+from minipar.models.tensors import count_rows, layers_of, map_tensors, mark_undivided, take_rows, tensors, undivided
 from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
@@ -66,7 +68,7 @@ def evaluate(
     cluster: Ranks | None = None,
     batches: int | None = None,
     batch: int = 32,
-    loss: Loss = torch.nn.functional.cross_entropy,
+    loss: Loss | None = torch.nn.functional.cross_entropy,
     metrics: Mapping[str, Metric] | None = None,
     outputs: bool = False,
     seed: int = 0,
@@ -81,20 +83,22 @@ def evaluate(
                 ranks that have them; ranks for parameter servers become further replicas.)
     state       the parameters: a `Run`, a folder with a saved run, or a state dict; default: those that the model has
     batch       rows of a batch, where the data do not say
-    loss        loss(output, y) -> scalar mean, or (sum, count)
+    loss        loss(output, y) -> scalar mean, or (sum, count); None: the model's own, as in `train`
     metrics     functions by name; each takes (output, y) and gives (sum, count), such as (number right, number)
     outputs     bring the model's outputs back, too
 
     Raises PlanError where plan, model and data do not fit together; SaveError for a state of another model.
     """
     plan = Plan.parse(plan)
-    given, batch, count = _batches(data, batch, batches)
+    loss = Own() if loss is None else loss
+    pairing = loading.Pairing(isinstance(loss, Own), loading.takes_of(model))
+    given, batch, count = _batches(data, batch, batches, pairing)
     job = Job(model, given, batch, loss, seed=seed, dtype=dtype, evaluate=True)
     values = state_of(state)
     cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
-        (shape,) = ranks.run_on([0], _shape, job)
+        ((shape, job),) = ranks.run_on([0], _shape, job, plan.dp * plan.total_microbatches)
         program = layout_of(plan, shape).compile(shape)
         found = ranks.run(_evaluate, job, program, values, count, dict(metrics or {}), outputs)
     return _joined_totals([one for one in found if one is not None], dict(metrics or {}), outputs)
@@ -131,24 +135,23 @@ class _Listed:
         return self.pairs[step]
 
 
-def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
+def _batches(data: Any, size: int, batches: int | None, pairing: loading.Pairing) -> tuple[Any, int, int]:
     """A data set, rows of a batch, and how many batches of it there are."""
     size = at_least_1("batch", size)
     count = None if batches is None else at_least_1("batches", batches)
-    data = loading.indexed(data, 0)
+    data = loading.indexed(data, 0, size, pairing)
     if isinstance(data, loading.Rows):  # each row once, in the order of the data
         data = replace(data, shuffle=False, last="smaller")
         size = min(size, max(1, len(data.dataset)))
         found, there = data, data.steps(size) if len(data.dataset) else 0
     elif isinstance(data, tuple) and len(data) == 2:
-        return _batches(_cut(data, size), size, batches)
+        return _batches(loading.Batches(_cut(data, size), lambda found: found), size, batches, pairing)
     elif hasattr(data, "batch"):
         if count is None:
             raise PlanError("evaluate: say how many batches of the data set, batches=; it does not end by itself")
         return data, size, count
-    elif isinstance(data, (loading.Batches, Iterable)):
-        given = data if isinstance(data, loading.Batches) else loading.Batches(data)
-        pairs = tuple(given.pair(each) for each in islice(given.batches, count))
+    elif isinstance(data, loading.Batches):
+        pairs = tuple(data.pair(each) for each in islice(data.batches, count))
         found, there = _Listed(pairs), len(pairs)
     else:
         raise PlanError(
@@ -164,9 +167,12 @@ def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
 
 def _cut(pair: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Any]]:
     """The rows of a pair (x, y) in batches, in memory of their own; the last one may be smaller."""
-    for first in range(0, count_rows(pair[0]), size):
-        x, y = (map_tensors(take_rows(part, range(first, first + size)), torch.clone) for part in pair)
-        yield x, y
+    x, y = pair
+    marked = mark_undivided(x, undivided(x, y))
+    for first in range(0, count_rows(marked), size):
+        part = partial(take_rows, rows=range(first, first + size))
+        rows = map_tensors(part(marked), torch.clone)
+        yield rows, rows if y is x else map_tensors(part(y), torch.clone)
 
 
 def state_of(state: Any) -> dict[str, Tensor]:
@@ -244,9 +250,12 @@ class _Adding:
         return found if isinstance(found, tuple) else (float(found) * count, count)
 
 
-def _shape(job: Job) -> Shape:
+def _shape(job: Job, parts: int) -> tuple[Shape, Job]:
+    """The shape of a model; and the job, which knows what the model's own loss counts."""
     model = job.build()
-    return replace(shape_of(layers_of(model)), names=tuple(model._modules), edges=edges_of(model))
+    if isinstance(job.loss, Own):
+        job = replace(job, loss=Own(find_count(job.loss, model, job.sample(TRIED)[0][0], parts)[0]))
+    return replace(shape_of(layers_of(model)), names=tuple(model._modules), edges=edges_of(model)), job
 
 
 def _evaluate(

@@ -34,7 +34,7 @@ from minipar.errors import RankDied, RankError
 from minipar.execution.execution import Job
 from minipar.execution.saving.keeping import NOTHING, Storing
 from minipar.execution.updating import plain_schedule, takes_names
-from minipar.models.losses import Weighted
+from minipar.models.losses import Own, Weighted
 from minipar.trace.recorded_order import RecordedOrder
 from minipar.training import reference
 from minipar.training.reference import Reference
@@ -78,7 +78,8 @@ def task_of(
     saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since
     """
     if isinstance(work, int):
-        loss = job.loss.loss if isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
+        # (nothing is split)
+        loss = None if isinstance(job.loss, Own) else job.loss.loss if isinstance(job.loss, Weighted) else job.loss
         plain: Any = {"steps": work, "inference": inference}
     else:
         loss, plain = job.loss, (tuple(map(tuple, work.entries)), *work[1:])

@@ -19,6 +19,7 @@ import _thread
 import copy
 import gc
 import hashlib
+import inspect
 import io
 import math
 import os
@@ -87,7 +88,12 @@ def call(model: nn.Module, x: Any) -> Any:
     """The output for rows x: a model with a forward of its own is given them as its arguments."""
     if type(model).forward is nn.Sequential.forward or hasattr(model, "edges"):
         return model(x)
-    return model(**x) if isinstance(x, Mapping) else model(*x) if isinstance(x, (tuple, list)) else model(x)
+    args, named = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
+    try:
+        inspect.signature(model.forward).bind(*args, **named)
+    except TypeError:  # (it takes all of it as one argument)
+        return model(x)
+    return model(*args, **named)
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
@@ -246,11 +252,18 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def row_count(value: Any) -> int:
-    return next((len(tensor) for tensor in tensors_in(value)), 0)
+    """The length of most of its tensors."""
+    lengths = [len(tensor) for tensor in tensors_in(value) if tensor.dim()]
+    return max(lengths, key=lengths.count, default=0)
 
 
-def rows_in(value: Any, rows: range) -> Any:
-    return every_tensor(value, lambda tensor: tensor[rows.start : rows.stop])
+def rows_in(value: Any, rows: range, count: int) -> Any:
+    """These of so many rows; a tensor of another length, such as a mask of tokens, has none, and is whole."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[rows.start : rows.stop] if tensor.dim() and len(tensor) == count else tensor
+
+    return every_tensor(value, part)
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
@@ -265,6 +278,14 @@ def mean_of(value: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise TypeError(f"the loss gave a {type(found).__name__}; it must be a scalar tensor, or (sum, count)")
     return found
+
+
+def loss_in(output: Any, y: Any) -> Tensor:
+    """The loss that a model made itself: what it gives, its `loss`, or the only single number in it."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        (found,) = [t for t in tensors_in(output) if not t.dim() and t.is_floating_point()]
+    return found.reshape(())
 
 
 def setting(loss: Any, name: str, default: Any = None) -> Any:
@@ -507,12 +528,13 @@ class Replay:
         """x, y and rows of a replica's micro-batch, how much these weigh, and how much all rows of the mean do."""
         m, every, replica = self.log.microbatches, self.log.every, entry.rank // len(self.stages)
         x, y = self.job.batches(self.job.first + entry.microbatch // m)
-        rows = split_evenly(row_count(x), m * self.log.replicas)[m * replica + entry.microbatch % m]
-        target = rows_in(y, rows)
+        count = row_count(y)
+        rows = split_evenly(count, m * self.log.replicas)[m * replica + entry.microbatch % m]
+        target = rows_in(y, rows, count)
         weight, whole = weight_of(target, self.job.loss), weight_of(y, self.job.loss)
         if every is not None:  # micro-batches weigh alike
             weight, whole = float(weight != 0), float(every * self.log.replicas)
-        return rows_in(x, rows), target, rows, weight, whole
+        return rows_in(x, rows, count), target, rows, weight, whole
 
     def forward(self, entry: Entry) -> None:
         stage, key = entry.rank % len(self.stages), (entry.rank, entry.microbatch)
@@ -533,7 +555,7 @@ class Replay:
             step = entry.microbatch // self.log.microbatches
             self.masks.at(self.job.first + step, rows.start, self.log.layers[stage][0] if stage else 0, len(rows))
             self.give(stage, leaves)
-            value = self.stages[stage](value)
+            value = call(self.stages[stage], value)
             self.give(stage, self.trained)
             ends = _smooth(value)
             if stage == len(self.stages) - 1:
@@ -686,7 +708,8 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
     go_on(saved, model)
     batches = reader(task["data"], task["batch"], task["dtype"])
-    job = Job(model=model, batches=batches, report=report, states=saved["states"], **task["job"])
+    given = {**task["job"], "loss": task["job"]["loss"] or loss_in}
+    job = Job(model=model, batches=batches, report=report, states=saved["states"], **given)
     if isinstance(task["work"], dict):
         return train_plainly(job, **task["work"])
     return Replay(job, task["work"]).train()

@@ -28,7 +28,7 @@ from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
-from minipar.models.losses import Counting, Weighted
+from minipar.models.losses import Counting, Own, Weighted
 from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named, layers_of
 from minipar.prediction.advice import advising
@@ -188,7 +188,7 @@ def train(
     cluster: Ranks | None = None,
     steps: int = 10,
     batch: int = 32,
-    loss: Loss = torch.nn.functional.cross_entropy,
+    loss: Loss | None = torch.nn.functional.cross_entropy,
     optimizer: Optimizer = partial(torch.optim.SGD, lr=0.1),
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -223,7 +223,9 @@ def train(
     cluster     ranks to run on, plan.ranks of them; default: those that torchrun started, or made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
-                `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y
+                `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y. None: the model
+                is given the whole batch, and makes its loss itself: a scalar, `output.loss`, or the only scalar of a
+                tuple. What it counts is found on a few rows
     optimizer   makes an optimizer of a list of the whole model's trainable parameters; or of a list of pairs
                 (name, parameter), if its own parameter is called `named_parameters` or it is wrapped in `minipar.named`
     scheduler   makes a torch.optim.lr_scheduler of that optimizer, such as partial(CosineAnnealingLR, T_max=steps). It
@@ -272,7 +274,9 @@ def train(
     asked = Asked(
         plan, program, steps, storing, reference or check, check, memory, progress, calibration, watch, callback
     )
-    with loading.read_ahead(data, steps, storing.first, seed, batch) as (data, batch):
+    loss = Own() if loss is None else loss
+    pairing = loading.Pairing(isinstance(loss, Own), loading.takes_of(model))
+    with loading.read_ahead(data, steps, storing.first, seed, batch, pairing) as (data, batch):
         quiet = plan.inference and not keep_modes
         forms = annotations if annotations is not None else annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
@@ -370,7 +374,9 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
             [0], profile_job, job, rows, asked.memory, _of_layers(plan), asked.split, sliced, parts, flops
         )
         meter.update()
-    if facts.counted_form is not None:
+    if isinstance(job.loss, Own):
+        job = replace(job, loss=Own(facts.counted_form))
+    elif facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
     return job, facts
 

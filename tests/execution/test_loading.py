@@ -164,8 +164,8 @@ def test_refusals(clusters):
         train(clusters, [])
     with pytest.raises(PlanError, match="a dict of image, class, which does not say what is x and what is y"):
         train(clusters, [{"image": X, "class": Y}])
-    with pytest.raises(PlanError, match="a tuple of 3"):
-        train(clusters, [(X, Y, Y)])
+    with pytest.raises(PlanError, match="a tuple of 1"):
+        train(clusters, [(X,)])
     with pytest.raises(Exception, match="x has 10 rows, but y has 4"):
         train(clusters, [(X, Y[:4])])
     with pytest.raises(PlanError, match="data=int: must have"):

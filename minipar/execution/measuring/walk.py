@@ -20,7 +20,7 @@ from minipar.errors import PlanError
 from minipar.execution import repartition
 from minipar.models.network import edges_of
 from minipar.models.nodes import ShardedModel
-from minipar.models.tensors import count_bytes, map_tensors, take_tokens, tensors
+from minipar.models.tensors import count_bytes, map_tensors, take_rows, take_tokens, tensors
 from minipar.program.edges import wiring
 from minipar.program.forms import COUNTS, Forms, needed, pairs
 
@@ -95,7 +95,7 @@ def _rows(value: Any, n: int, device: torch.device) -> Any:
     have = min((len(t) for t in tensors(value)), default=0)
     if not 1 <= n <= have:
         raise PlanError(f"rows={n}: must be from 1 to {have}, the rows of the data given")
-    return map_tensors(value, lambda t: t[:n].to(device))
+    return map_tensors(take_rows(value, range(n)), lambda t: t.to(device))
 
 
 # between sharded nodes ------------------------------------------------------------------------------------------------
