@@ -26,7 +26,7 @@ from minipar.costs.rates import Copies
 from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
-from minipar.errors import PlanError
+from minipar.errors import MiniparError, PlanError
 from minipar.execution import naming_layers
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
@@ -114,6 +114,7 @@ class Job:
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
     annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: Megatron's
     graphs      with tensor parallelism, the model as graphs (`captured_once`); None: each rank captures it
+    cut         how the model is cut, as bytes; None: it is layers, or each rank finds it
     """
 
     model: Model
@@ -128,6 +129,7 @@ class Job:
     on_nan: str = "ignore"
     annotations: Mapping[str, str] | None = None
     graphs: PickledGraphs | None = field(default=None, repr=False)
+    cut: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -144,6 +146,10 @@ class Job:
 
     def build(self) -> nn.Module:
         """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
+        return self.built()[0]
+
+    def built(self) -> tuple[nn.Module, bytes | None]:
+        """The whole model, and how it was cut, for `cut`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model: Any = self.model
@@ -156,11 +162,28 @@ class Job:
         convert(model, self.dtype)
         if type(model) in (nn.Sequential, Network):
             unregistered.register(model)
+        found = self.cut
         if not layered:
-            from minipar.models.tracing import in_layers  # (torch.fx is not imported for models that are layers)
+            from minipar.models import cut_bytes  # (torch.fx is not imported for models that are layers)
 
-            model = in_layers(model, take_rows(self.sample(2)[0][0], range(2)))
-        return model.eval() if self.evaluate else model
+            layers = self._in_layers(model) if found is None else cut_bytes.read(found, model)
+            found = cut_bytes.written(layers, model) if found is None else found
+            model = layers
+        return model.eval() if self.evaluate else model, found
+
+    def _in_layers(self, model: nn.Module) -> nn.Module:
+        """The model cut on two rows of the first batch; on all that there are, where it cannot run on so few."""
+        from minipar.models.tracing import in_layers
+
+        x = self.sample(2)[0][0]
+        for rows in sorted({2, count_rows(x)}):
+            try:
+                return in_layers(model, take_rows(x, range(rows)))
+            except MiniparError:
+                raise
+            except Exception as found:
+                error = found
+        raise naming_layers.raised("the model", error, f"on {several(rows, 'row')}, before the run", x) from error
 
     def share(
         self, model: nn.Module, index: int, mesh: Mesh, inputs: str, slices: int | tuple[int, ...]
@@ -174,16 +197,18 @@ class Job:
         x, cut = self._example(slices)
         return local_model(model, index, mesh, x, self.annotations, inputs, cut, graphs)
 
-    def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
-        """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
+    def capture(self, count: int, slices: int | tuple[int, ...]) -> tuple[PickledGraphs | None, bytes | None]:
+        """In one rank: the model as graphs, for all ranks that share it, and how it was cut. None where graphs cannot
+        be sent."""
         x, cut = self._example(slices)
         from minipar.sharding.sharded import capture_graphs, pickled
 
-        graphs = capture_graphs(self.build(), count, x, cut)
+        model, found = self.built()
+        graphs = capture_graphs(model, count, x, cut)
         try:
-            return PickledGraphs(count, slices, pickled(graphs))
+            return PickledGraphs(count, slices, pickled(graphs)), found
         except Exception:  # such as an operator's argument that has no pickled form: each rank then captures for itself
-            return None
+            return None, found
 
     def _example(self, slices: int | tuple[int, ...]) -> tuple[Any, Sequence[range]]:
         """Some rows that the model is given, and the tokens of each slice of a sequence."""
@@ -377,8 +402,8 @@ def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ra
     takes seconds at its first use in a process, and tenths of seconds later."""
     if job.graphs is not None and job.graphs[:2] == (count, slices):
         return job
-    (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
-    return replace(job, graphs=graphs)
+    ((graphs, cut),) = ranks.run_on([0], Job.capture, job, count, slices)
+    return replace(job, graphs=graphs, cut=cut)
 
 
 def _delays(costs: EmulatedCosts, program: Program, rank: int) -> Delays:
@@ -557,7 +582,7 @@ def profile_job(
     flops    also count operations, which emulated devices ask for
     """
     plan = plan or Plan()
-    whole = job.build()
+    whole, cut = job.built()
     tried = find_count(job.loss, whole, job.sample(TRIED)[0][0], parts) if isinstance(job.loss, Own) else None
     whole = whole.to(worker.context().device)
     model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
@@ -615,6 +640,7 @@ def profile_job(
         note,
         getattr(getattr(whole, "report", None), "title", ""),
         model.whole if isinstance(model, ShardedModel) else {},
+        cut,
     )
 
 

@@ -85,9 +85,7 @@ class Layered(nn.Sequential):
         self.stored = {name: given.get(id(t), _path(name)) for name, t in own_state.items()}  # here -> original
         held = {id(t): name for name, t in own_state.items()}
         self.keys = {name: held[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in held}
-        for name, module in model.named_modules():
-            if type(module) is nn.Dropout:
-                module.row_name = name  # (its mask is drawn by the name in the model)
+        name_dropouts(model)
         own, modes = {id(m) for m in model.modules()}, {path: m.training for path, m in model.named_modules()}
         for path, module in self.named_modules():
             if id(module) not in own:
@@ -109,6 +107,13 @@ class Layered(nn.Sequential):
         found = {here: state_dict[name] for here, name in self.stored.items() if name in state_dict}
         rest = {name: tensor for name, tensor in state_dict.items() if name not in {*self.keys, *self.stored.values()}}
         return super().load_state_dict(found | rest, strict, assign)
+
+
+def name_dropouts(model: nn.Module) -> None:
+    """Say to dropouts by which names their masks are drawn: those in the model."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Dropout:
+            module.row_name = name
 
 
 def _path(name: str) -> str:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from minipar.errors import PlanError
 from minipar.models.cutting import Layered, check, is_inside, undisturbed, units_of
 from minipar.models.tensors import (
+    EMPTIED,
     count_rows,
     dtype_name,
     dtype_named,
@@ -357,6 +358,7 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
     if len(blocks) < 2:
         blocks = [path for path in cut.paths if next(units[path].parameters(), None) is not None]
     layers: dict[str, nn.Module] = {}
+    emptied: dict[str, nn.Module] = {}  # units as they stand in layers that do not call them
     holders: dict[str, range] = {}
     for own in _ranges(cut, blocks, units):
         for path in {cut.paths[k] for k in own}:
@@ -375,7 +377,7 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
         given = {one for one in cut.given if one[0] < own.stop}
         title = next((cut.paths[k] for k in own if cut.paths[k] in blocks), cut.paths[own.start]).replace(".", "_")
         layer = _layer(
-            model, call, cut, own, given, given - later, units, {one for one in used if isinstance(one, str)}
+            model, call, cut, own, given, given - later, units, {one for one in used if isinstance(one, str)}, emptied
         )
         layers[title if title not in layers else f"{title}_again_{own.start}"] = layer
     return check(model, Layered(layers, model), example, call, "cut between its blocks, its forward runs in each layer")
@@ -407,7 +409,7 @@ def _ranges(cut: Cut, blocks: Collection[str], units: dict[str, nn.Module]) -> l
 
 def _layer(
     model: nn.Module, call: Call, cut: Cut, own: range, given: set[Source], drops: set[Source],
-    units: dict[str, nn.Module], used: set[str],
+    units: dict[str, nn.Module], used: set[str], emptied: dict[str, nn.Module],
 ) -> Whole:  # fmt: skip
     """A layer with the modules that it calls, and the parameters that it reads between their calls. The last layer has
     the modules that are never called, too."""
@@ -425,7 +427,11 @@ def _layer(
                     _empty(own_copy, name, parameter)
             return own_copy
         read = any(name.startswith(f"{path}.") for name in used)  # (such as `self.embed.weight`, between calls)
-        return module if path in here or read else _emptied(module)
+        if path in here or read:
+            return module
+        if path not in emptied:
+            emptied[path] = _emptied(module)
+        return emptied[path]
 
     sources = frozenset(given), frozenset(drops), frozenset(cut.changed)
     own_part = Part(tuple(cut.paths), own.start, own.stop - 1, *sources, tuple(units))
@@ -444,6 +450,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 def _emptied(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have their shapes, and no memory; it is called, but nothing runs."""
     found = _shallow(module)
+    setattr(found, EMPTIED, True)
     for name, child in module._modules.items():
         found._modules[name] = child and _emptied(child)
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

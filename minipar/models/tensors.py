@@ -50,11 +50,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model._modules.values() if layer is not None]
 
 
+EMPTIED = "_minipar_emptied"  # modules without numbers, which stand for those of other layers: see `replaying.py`
+
+
 def copied(model: nn.Module) -> Any:
     """A deep copy of a module. What its forward makes anew of its parameters, such as the weight of an old
     torch.nn.utils.weight_norm, may still be in a graph, and torch would refuse to copy it."""
     made = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor) and not t.is_leaf]
-    return copy.deepcopy(model, {id(t): t.detach().clone() for t in made})
+    kept = {id(module): module for module in model.modules() if EMPTIED in vars(module)}
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in made} | kept)
 
 
 def resize(tensors: Iterable[Tensor], whole: bool) -> None:

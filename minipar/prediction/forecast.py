@@ -24,7 +24,7 @@ class Facts(NamedTuple):
     """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
     depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
     away; the class of the scheduler; how a model with a forward of its own was cut; the layers that ranks
-    which share layers compute whole, and why."""
+    which share layers compute whole, and why; how it was cut, for other ranks."""
 
     shape: Shape
     profile: Profile
@@ -38,6 +38,7 @@ class Facts(NamedTuple):
     loss_note: str = ""  # what to warn of
     cut: str = ""
     whole: Mapping[str, str] = {}
+    cut_bytes: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,8 @@ class _Adding:
 
 def _shape(job: Job, parts: int) -> tuple[Shape, Job]:
     """The shape of a model; and the job, which knows what the model's own loss counts."""
-    model = job.build()
+    model, cut = job.built()
+    job = replace(job, cut=cut)
     if isinstance(job.loss, Own):
         job = replace(job, loss=Own(find_count(job.loss, model, job.sample(TRIED)[0][0], parts)[0]))
     return replace(shape_of(layers_of(model)), names=tuple(model._modules), edges=edges_of(model)), job

@@ -374,6 +374,7 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
             [0], profile_job, job, rows, asked.memory, _of_layers(plan), asked.split, sliced, parts, flops
         )
         meter.update()
+    job = replace(job, cut=facts.cut_bytes)
     if isinstance(job.loss, Own):
         job = replace(job, loss=Own(facts.counted_form))
     elif facts.counted_form is not None:

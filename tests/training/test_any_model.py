@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import minipar
 from minipar import PlanError
 from minipar.execution.saving.keeping import model_of
+from minipar.models import cut_bytes
+from minipar.models.tracing import in_layers
 from tests.plain_loop import assert_equals_plain_torch
 
 WORDS, WIDTH, TOKENS = 13, 12, 6
@@ -149,3 +151,15 @@ def test_a_module_itself_and_evaluation(clusters):
             model.state_dict(keep_vars=True)[name].copy_(tensor)
     found = minipar.evaluate(Speech, data, "pp=2", cluster=clusters(2), state=run, loss=loss, dtype=torch.float64)
     assert found.loss == pytest.approx(loss(model(ids(), loud().double()), ids(1)).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("make", [GPT, Speech, Adaptive])
+def test_how_a_model_is_cut_is_read_by_other_ranks(make):
+    """What is read holds the other model's own parameters, and computes what that does."""
+    x, first, second = (ids(), loud()) if make is Speech else ids(), make().eval(), make().eval()
+    layers = in_layers(first, x)
+    read = cut_bytes.read(cut_bytes.written(layers, first), second)
+    assert list(read._modules) == list(layers._modules)
+    assert {n: id(p) for n, p in read.named_parameters()} == {n: id(p) for n, p in second.named_parameters()}
+    assert torch.equal(read(x)[0], (second(*x) if make is Speech else second(x))[0])
+    assert read.report == layers.report

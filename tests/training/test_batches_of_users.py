@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import minipar
-from minipar import PlanError, data
+from minipar import PlanError, RankError, data
 from minipar.data.loading import Pairing, stacked, takes_of
 from minipar.models.losses import Own, weighted
 from minipar.models.own_loss import Elements, find_count
@@ -270,10 +270,35 @@ def test_what_is_x_and_what_is_y():
     assert Pairing()((1, 2, 3)) == ((1, 2), 3)
 
 
+class Nodes(nn.Module):
+    """Rows are the nodes of one graph, and see each other by its edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)])
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x.index_add(0, edges[1], x[edges[0]])
+        return x
+
+
+def test_a_graph_that_is_one_batch(clusters):
+    """It cannot be cut on two rows; its rows are divided between no replicas."""
+    batch = (drawn(12, 3), torch.stack([torch.arange(12), torch.arange(12).roll(5)])), torch.arange(12) % 2
+    call = lambda model, x: model(*x)  # noqa: E731
+    assert_equals_plain_torch(clusters, "pp=2", Nodes, batch, F.cross_entropy, SGD, call=call, batch=12)
+    with pytest.raises(RankError, match="index .* is out of bounds for dimension 0 with size 6"):
+        minipar.train(Nodes, batch, "dp=2", cluster=clusters(2), progress=False)
+
+
 def test_wrong_batches_say_what_was_called_with_what(clusters):
     train = partial(minipar.train, cluster=clusters(2), steps=1, progress=False)
     with pytest.raises(PlanError, match=r"Towers.forward\(user.*\) .*cannot be called with x, .*dict of user, w"):
         train(Towers, ({"user": CLICKS["user"], "wide": CLICKS["dense"]}, CLICKS["rating"]), "dp=2")
+    with pytest.raises(RankError, match=r"the model on 12 rows, .*: mat1 .*; given x\[0\] \(12, 4\)"):
+        train(Regression, ((drawn(12, 4), drawn(12)), drawn(12)), "dp=2")
     with pytest.raises(PlanError, match="a dict of data sets, train, test; give one of them"):
         train(Towers, {"train": Clicks(), "test": Clicks()}, "dp=2")
     with pytest.raises(PlanError, match=r"'ids' has rows of unequal length \(1, 2 ...\), which cannot be stacked"):
