@@ -55,7 +55,7 @@ Row = list[tuple[Any, ...]]  # what one rank does, in order
 
 
 def compiled(schedule: Callable[..., Any], stages: int, microbatches: int) -> list[Row]:
-    """One pipeline: for each of its ranks, the schedule's actions with the messages that they need."""
+    """One pipeline: for each rank, the schedule's actions with the messages that they need."""
     rows: list[Row] = []
     for rank in range(stages):
         row: Row = []
@@ -74,7 +74,7 @@ def compiled(schedule: Callable[..., Any], stages: int, microbatches: int) -> li
 
 
 def data_parallel(rows: list[Row], replicas: int) -> list[Row]:
-    """The same pipeline `replicas` times. Ranks with the same stage sum their gradients before the STEP."""
+    """Several pipelines: ranks with the same stage sum their gradients before the STEP."""
     stages = len(rows)
 
     def moved(ins: tuple[Any, ...], replica: int) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def data_parallel(rows: list[Row], replicas: int) -> list[Row]:
 
 
 def zero_1(rows: list[Row]) -> list[Row]:
-    """Each rank of a SUM keeps the optimizer's state of one slice only, updates that, and collects the others."""
+    """Each rank of a SUM keeps the states of one slice, updates it, and collects the others."""
     found: list[Row] = []
     for row in rows:
         new: Row = []
@@ -112,7 +112,7 @@ def recomputed(rows: list[Row]) -> list[Row]:
     for row in rows:
         work = [ins for ins in row if ins[0] in ("F", "B")]
         at_once = {ins[1] for ins, after in pairwise(work) if after == ("B", ins[1])}
-        new, again = [], set(at_once)  # (a forward whose backward follows at once is left as it is)
+        new, again = [], set(at_once)  # (what B follows at once is left as it is)
         for ins in row:
             i = ins[1] if ins[0] == "B" else ins[2] if ins[:2] == ("RECV", "gradient") else None
             if i is not None and i not in again:
@@ -124,9 +124,9 @@ def recomputed(rows: list[Row]) -> list[Row]:
 
 
 class Stage:
-    """A rank's layers. All their weights are one line of numbers, and so are their gradients."""
+    """A rank's layers. All weights are one line of numbers, and so are all gradients."""
 
-    def __init__(self, model: nn.Sequential, k: int, stages: int, example: Tensor, optimizer: Any):
+    def __init__(self, model: nn.Sequential, k: int, stages: int, example: Tensor, make: Any):
         size, larger = divmod(len(model), stages)  # (the first stages have one layer more)
         first, end = (j * size + min(j, larger) for j in (k, k + 1))
         self.first, self.last = k == 0, k == stages - 1
@@ -146,7 +146,7 @@ class Stage:
             p.data, p.grad = self.weights[here].view_as(p), self.gradients[here].view_as(p)
             start += p.numel()
         self.optimizer: Any = None
-        self.make_optimizer = optimizer
+        self.make_optimizer, self.states = make, 0
 
     def slices(self, line: Tensor, ranks: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """All slices of a line, one for each of the ranks, and this rank's own."""
@@ -161,10 +161,12 @@ class Stage:
             self.optimizer = self.make_optimizer([mine])
         self.optimizer.step()
         self.gradients.zero_()
+        kept = [t for of_one in self.optimizer.state.values() for t in of_one.values()]
+        self.states = sum(t.nbytes for t in kept if isinstance(t, Tensor))
 
 
 class Held:
-    """Counts the bytes that a rank holds for backwards: each piece of memory once, without weights."""
+    """The bytes that a rank holds for backwards: each piece of memory once, no weights."""
 
     def __init__(self, stage: Stage):
         self.weights = stage.weights.untyped_storage().data_ptr()
@@ -192,13 +194,14 @@ class Done(NamedTuple):
     gradients: Tensor  # as the STEP used them
     times: list[tuple[float, float]]  # when each tuple began and ended
     held: int  # the most bytes that were held for backwards
+    states: int  # bytes of the optimizer's states
 
 
 def interpret(
     row: Row, stage: Stage, xs: Sequence[Tensor], ys: Sequence[Tensor], rows: int, loss: Any,
     groups: Mapping[Any, Any], pace: Mapping[str, float],
 ) -> Done:  # fmt: skip
-    """Walk one rank's list. xs, ys: its replica's micro-batches; rows: of all replicas' together."""
+    """Walk one rank's list. xs, ys: its micro-batches; rows: of all replicas together."""
     live: dict[Any, Any] = {}  # what came, and what is to be sent
     inputs: dict[int, Tensor] = {}
     graphs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -212,7 +215,8 @@ def interpret(
     def post(count: int) -> None:
         for _, what, i, peer in islice(receives, count):
             buffer = torch.empty(len(xs[i]), *stage.shapes[what], dtype=stage.weights.dtype)
-            arriving[what, i] = buffer, dist.irecv(buffer, peer, tag=2 * i + (what == "gradient"))
+            message = dist.irecv(buffer, peer, tag=2 * i + (what == "gradient"))
+            arriving[what, i] = buffer, message
 
     def forward(i: int, graph: bool) -> Tensor:
         if stage.first:
@@ -251,7 +255,8 @@ def interpret(
                 del x, out, held.of[i]  # the graph goes, and with it what it held
             case ("SEND", what, i, peer):
                 tensor = live.pop((what, i))
-                sent.append((dist.isend(tensor, peer, tag=2 * i + (what == "gradient")), tensor))
+                message = dist.isend(tensor, peer, tag=2 * i + (what == "gradient"))
+                sent.append((message, tensor))
             case ("SUM", ranks):
                 dist.all_reduce(gradients, group=groups[ranks])
             case ("SCATTER", ranks):
@@ -270,19 +275,19 @@ def interpret(
         times.append((start, time.perf_counter()))
     for message, _ in sent:
         message.wait()
-    return Done(total, used, times, held.most)
+    return Done(total, used, times, held.most, stage.states)
 
 
 def train(
-    program: list[Row], stages: int, model: nn.Sequential, batches: Sequence[tuple[Tensor, Tensor]],
-    loss: Any, optimizer: Any, pace: Mapping[str, float] | None = None,
+    program: list[Row], stages: int, model: nn.Sequential, batches: Sequence[Any], loss: Any,
+    optimizer: Any, pace: Mapping[str, float] | None = None,
 ) -> list[Done]:  # fmt: skip
     """What each rank calls, with the same arguments: one step for each batch."""
     rank, replicas = dist.get_rank(), len(program) // stages
     row = program[rank]
     microbatches = sum(ins[0] in ("F", "F0") for ins in row)
     used = {ins[1] for each in program for ins in each if ins[0] in ("SUM", "SCATTER")}
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(used)}  # (all ranks make all)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(used)}  # by all ranks
     stage = Stage(model, rank % stages, stages, batches[0][0], optimizer)
 
     def own(rows: Tensor) -> tuple[Tensor, ...]:

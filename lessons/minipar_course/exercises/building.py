@@ -157,7 +157,7 @@ def _averaged_models(trial: Trial) -> nn.Module:
     return trial.trained(trial.first, trial.own)
 
 
-def _added_up(trial: Trial) -> nn.Module:
+def added_up(trial: Trial) -> nn.Module:
     """Gradients that are never set to zero."""
     model = trial.first
     for x, y in trial.batches:
@@ -173,7 +173,7 @@ _MISTAKES = (
     (_alone, "each rank has trained on its own rows, from its own weights: nothing was exchanged"),
     (_averaged_models, "the ranks begin alike, but their gradients are not summed"),
     (_summed, "the loss is a mean over rows: the sum of p such gradients is p times too large"),
-    (_added_up, "`backward` adds to what is in `.grad`: set the gradients to zero in every step"),
+    (added_up, "`backward` adds to what is in `.grad`: set the gradients to zero in every step"),
     (_first_step_only, "only the first step agrees: what is different in the second one?"),
 )
 _HINT = "broadcast rank 0's weights once; in each step sum the gradients of all ranks, divide by p, then update"
@@ -300,7 +300,7 @@ ACCUMULATED = Trained(
             "these are sums of the parts' gradients: a mean over all rows was asked for",
         ),
         (_summed, "the loss is a mean over rows: the sum of p such gradients is p times too large"),
-        (_added_up, "`backward` adds to what is in `.grad`: set the gradients to zero once a step"),
+        (added_up, "`backward` adds to what is in `.grad`: set the gradients to zero once a step"),
     ),
     cheap=(
         _sends_once(

@@ -25,8 +25,8 @@ from minipar.program.verify.verifier import verify
 from minipar.trace import Trace
 from minipar.wording import several
 from minipar_course import small_engine
-from minipar_course.against import Comparison, whole_batch
-from minipar_course.exercises.building import WIDTH, batches
+from minipar_course.against import Comparison, descend, whole_batch
+from minipar_course.exercises.building import WIDTH, added_up, batches
 from minipar_course.exercises.kinds.built import Trained, Trial
 from minipar_course.exercises.kinds.formula import Formula
 from minipar_course.exercises.kinds.function import Function
@@ -127,12 +127,12 @@ class Lists:
             try:
                 given = answer(*deepcopy(case))
             except Exception as error:
-                return raised(error, f"{where} {name}")
+                return raised(error, f"{where} your {name}")
             if not isinstance(given, list) or not all(isinstance(row, list) for row in given):
                 hint = "return a list with one list of tuples for each rank"
-                return Verdict(False, f"{where} {name} gives {type(given).__name__}, no list of lists", hint)
+                return Verdict(False, f"{where} your {name} gives {type(given).__name__}, no list of lists", hint)
             if len(given) != len(right):
-                reason = f"{where} {name} gives {several(len(given), 'list')}"
+                reason = f"{where} your {name} gives {several(len(given), 'list')}"
                 return Verdict(False, reason, "one list for each rank, and no list that belongs to none")
             for function, hint in self.mistakes:
                 if given == function(*deepcopy(case)) != right:
@@ -156,8 +156,9 @@ def _refusal(given: Rows, right: Rows, stages: int, where: str) -> Verdict | Non
                 return Verdict(False, reason, "the first stage has nobody before it, and the last one nobody behind it")
         try:
             to_program([row], 1)
-        except MiniparError as error:
-            return Verdict(False, f"{where} {error.reason}", "section 1 has a table of all tuples")
+        except (MiniparError, TypeError) as error:
+            reason = f"{where} rank {rank} has what is no list of tuples: {getattr(error, 'reason', error)}"
+            return Verdict(False, reason, "section 1 has a table of all tuples")
         work, expected = _work(row), _work(other)
         if Counter(work) != Counter(expected):
             missing, more = Counter(expected) - Counter(work), Counter(work) - Counter(expected)
@@ -291,21 +292,7 @@ def _replicas(trial: Trial, weight: Callable[[int, int], float], only: int | Non
             parts = (rows.tensor_split(replicas)[replica].tensor_split(MICROBATCHES) for rows in (x, y))
             for rows, target in zip(*parts, strict=True):
                 (trial.loss(model(rows), target) * weight(len(rows), len(x))).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p.sub_(trial.lr * p.grad)
-    return model
-
-
-def _never_zero(trial: Trial) -> nn.Module:
-    model = trial.first
-    for x, y in trial.batches:
-        trial.loss(model(x), y).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p.sub_(trial.lr * p.grad)
+        descend(model.parameters(), trial.lr)
     return model
 
 
@@ -325,16 +312,13 @@ def _sends_once(found: Comparison) -> tuple[str, str] | None:
 
 
 def _lets_go(found: Comparison) -> tuple[str, str] | None:
-    weights = 2 * (WIDTH * WIDTH + WIDTH) * 8
-    rows = -(-ROWS // (len(found.ranks) // 2) // MICROBATCHES)
-    # Weights, gradients, and the copies of both that a step may make; 1F1B has two micro-batches under way.
-    enough = 5 * weights + 2 * ROWS * WIDTH * 8 + 14 * rows * WIDTH * 8
-    peak = found.ranks[0].peak
-    if peak <= enough:
+    weights, rows = 2 * (WIDTH * WIDTH + WIDTH) * 8, -(-ROWS // (len(found.ranks) // 2) // MICROBATCHES)
+    enough = 6 * weights + 14 * rows * WIDTH * 8  # 1F1B has two micro-batches under way, of five tensors each
+    if found.peak <= enough:
         return None
     return (
-        f"the first stage holds up to {peak:,} bytes; {enough:,} are enough",
-        "a backward takes its graph out of the table: `x, out = graphs.pop(i)`",
+        f"a rank holds up to {found.peak:,} bytes; {enough:,} are enough",
+        "what stays in a dict stays alive: a backward takes its graph out of the table, x, out = graphs.pop(i)",
     )
 
 
@@ -372,7 +356,7 @@ INTERPRETER = Interpreter(
             ),
             (_equal_parts, "every micro-batch counts the same here; but one with more rows counts more"),
             (_alone, "each replica trains on its own rows: SUM adds the gradients of all ranks of its group"),
-            (_never_zero, "gradients of the step before are still there: stage.step(ranks) sets them to zero"),
+            (added_up, "gradients of the step before are still there: stage.step(ranks) sets them to zero"),
         ),
         cheap=(_sums_once, _sends_once, _lets_go),
         hint="is what arrives what was sent: of the same name and micro-batch, and after its F or B?",
@@ -617,7 +601,7 @@ def evidence(name: str, rows: int, cluster: Cluster | None = None) -> Evidence:
 
 
 def _suspect(name: str, program: Rows, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> small_engine.Done:
-    """On a rank: train two steps with an interpreter in whose source one place is changed."""
+    """On a rank: train with an interpreter in whose source one place is changed."""
     source = inspect.getsource(small_engine.interpret)
     changed = source.replace(*_EDITS[_IS[name]])
     names = dict(vars(small_engine))
@@ -625,10 +609,10 @@ def _suspect(name: str, program: Rows, model: nn.Sequential, batch: tuple[Tensor
     dist.init_process_group("gloo")
     try:
         dist.barrier()
-        done = names["train"](
-            program, 2, model, [batch], nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), _PACE
-        )
-        return done[0]
+        still = partial(torch.optim.SGD, lr=0.0)
+        steps = [batch] * 3  # (in the first one ranks connect, and one may be late for the second)
+        done: list[small_engine.Done] = names["train"](program, 2, model, steps, nn.functional.mse_loss, still, _PACE)
+        return done[-1]
     finally:
         dist.destroy_process_group()
 
@@ -655,8 +639,8 @@ class Diagnosis:
         if not wrong:
             return Verdict(True, "all four engines are told apart by what they do")
         name, said = wrong[0]
-        reason = f'{right} of 4 are right; engine {name} is none of those with the cause "{said}"'
-        return Verdict(False, reason, f"if that were it, {_WOULD_SHOW[said]}: look at the rows of {name} again")
+        reason = f'{right} of 4 are right; with engine {name} it is not "{said}"'
+        return Verdict(False, reason, f"if it were, {_WOULD_SHOW[said]}: look at the lines of {name} again")
 
 
 CULPRIT = Diagnosis()
