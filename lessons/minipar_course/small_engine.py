@@ -131,8 +131,8 @@ class Stage:
         first, end = (j * size + min(j, larger) for j in (k, k + 1))
         self.first, self.last = k == 0, k == stages - 1
         with torch.no_grad():  # one row tells the shapes of what comes in and of what goes out
-            into = model[:first](example[:1])
-            self.layers = model[first:end]
+            before, self.layers = model[:first], model[first:end]
+            into = before(example[:1])
             self.shapes = {"output": into.shape[1:], "gradient": self.layers(into).shape[1:]}
         parameters = list(self.layers.parameters())
         length = sum(p.numel() for p in parameters)
