@@ -32,6 +32,7 @@ NAMES = (
     "partition",
     "memory",
     "server",
+    "checking",
     "widgets",
     "gpu",
 )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.cluster.launched import Launched as Launched
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
+    from minipar.errors import CheckError as CheckError
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
     from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.training.evaluation import evaluate as evaluate
     from minipar.training.training import Run as Run
     from minipar.training.training import resume as resume
+    from minipar.training.training import stepping as stepping
     from minipar.training.training import train as train
 
 __version__ = "0.2.0"
@@ -77,7 +79,7 @@ _homes = {
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
     "minipar.planner.tuning": ("bucket_curve",),
-    "minipar.training.training": ("train", "resume", "Run"),
+    "minipar.training.training": ("train", "stepping", "resume", "Run"),
     "minipar.execution.execution": ("execute",),
     "minipar.training.evaluation": ("evaluate", "Evaluation"),
     "minipar.execution.updating": ("named",),
@@ -91,6 +93,7 @@ _homes = {
     "minipar.strategies.draft": ("Draft", "pass_"),
     "minipar.errors": (
         "MiniparError",
+        "CheckError",
         "PlanError",
         "ProgramError",
         "RankError",

@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -440,11 +440,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     }
     if run.service is not None:
         result |= _service(run, plan)
+    result["checked"] = str(run.checked)
     if options.check:
-        result["max_gradient_error"] = run.max_gradient_error()
-        with suppress(MiniparError):  # (the state of a large model is not returned, so it cannot be compared)
-            result["max_parameter_error"] = run.max_parameter_error()
-            result["max_buffer_error"] = run.max_buffer_error()
+        result["max_gradient_error"] = run.max_error()
     return result
 
 

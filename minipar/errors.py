@@ -82,6 +82,17 @@ class NotFinite(RankError):
     microbatch: int = -1
 
 
+class CheckError(MiniparError):
+    """A run differs from plain torch by more than rounding.
+
+    step        the first one in which it does
+    parameter   the one that differs most; "" where none does
+    """
+
+    step: int = -1
+    parameter: str = ""
+
+
 class CollectiveMismatch(RankError):
     """Ranks of a group started different collectives; nothing was sent. The error names the collective of each rank."""
 

@@ -272,7 +272,7 @@ def picture_loss(output: Any, y: Tensor) -> Tensor:
 
 
 def _check(run: minipar.Run, bound: float) -> None:
-    error = run.max_gradient_error()
+    error = run.max_error()
     assert error < bound, f"{run}: gradient error {error:.1e}"
     assert run.reference is not None
     worst = max(abs(a / b - 1) for a, b in zip(run.losses, run.reference.losses, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from minipar.costs.rates import Copies
 from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
-from minipar.errors import MiniparError, PlanError
+from minipar.errors import MiniparError, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
@@ -34,14 +34,14 @@ from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, Observer, Reporter, Warnings
-from minipar.execution.lines import assemble
+from minipar.execution.lines import Slice, assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
 from minipar.execution.saving.contents import Outline, outline_of
-from minipar.execution.saving.folder import Header
+from minipar.execution.saving.folder import Header, new_token
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.state import State
@@ -244,13 +244,32 @@ class Job:
         return tensor.to(matching(tensor, self.dtype))
 
 
+class Stretch(NamedTuple):
+    """Passes of a run that the ranks do in one request; between two requests each rank keeps its executor.
+
+    passes     their numbers
+    last       the run ends after them
+    gradients  copy every gradient as its STEP uses it
+    model      bring back what each rank has of parameters and buffers after them, also what others have, too
+    start      bring back all that somebody needs who begins there
+    """
+
+    passes: range
+    last: bool = True
+    gradients: bool = False
+    model: bool = False
+    start: bool = False
+
+
 class Passed(NamedTuple):
-    """What one rank brings back."""
+    """What one rank brings back of a stretch."""
 
     passes: list[PassRecord]
-    share: Share  # this rank's share of the state, if the driver asked for it
-    load: Load | None  # of experts in the rank's layers, by this rank's rows
+    share: Share | None  # this rank's share of the state: what is kept of it at the end of the run, or all for a start
+    load: Load | None  # of experts in the rank's layers, by this rank's rows, since the run began
     clock_error: float  # of the times, which are those of rank 0's clock
+    model: list[Slice]
+    ended: bool
 
 
 class Work(NamedTuple):
@@ -263,7 +282,6 @@ class Work(NamedTuple):
     """
 
     programs: list[Program]
-    keep_gradients: bool
     slow: list[list[Delays]] | None
     watching: Watching | None
     storing: Storing
@@ -325,56 +343,159 @@ def execute(
     cannot see which messages are here, where the program needs that; what a rank
     raises, such as DeviceOutOfMemory on emulated devices of limited memory; RankDied.
     """
-    count = len(program.ranks)
     if check:
         verify(program)
     cluster = given_or_here(cluster)
-    check_size(cluster, count, f"program {program.name!r}")
+    check_size(cluster, len(program.ranks), f"program {program.name!r}")
+    passes = at_least_1("passes", passes)
+    with (
+        nullcontext(cluster) if cluster is not None else Cluster(len(program.ranks)) as ranks,
+        under_way(program, job, ranks, passes, report, watch, costs, memory, storing, rest, callback) as running,
+    ):
+        running.go_on(passes + (rest is not None), gradients=keep_gradients)
+        return running.execution()
+
+
+@contextmanager
+def under_way(
+    program: Program,
+    job: Job,
+    ranks: Ranks,
+    passes: int = 1,
+    report: Callable[[int, float], None] | None = None,
+    watch: Observer | None = None,
+    costs: EmulatedCosts | None = None,
+    memory: bool = False,
+    storing: Storing = NOTHING,
+    rest: Program | None = None,
+    callback: Callback | None = None,
+) -> Iterator[Running]:
+    """A run whose passes are asked for; ranks that have not come to its end are freed afterwards. The arguments are
+    those of `execute`."""
     different = [program] if rest is None else [program, rest]
-    programs = [program] * at_least_1("passes", passes) + different[1:]
+    programs = [program] * passes + different[1:]
     followed = report is not None or watch is not None or callback is not None
-    with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
-        if program.in_flight is not None:
-            check_carrier(ranks, f"program {program.name!r}")
-        job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
-        if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
-            costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = None
-        if costs is not None:
-            slow = [[_delays(costs, each, rank) for each in different] for rank in range(count)]
-        watching = watching_of(memory, ranks.emulates)
-        with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
-            stop = None if end is None else end.touch
-            hear = Following(programs, report, watch, callback, storing.first, stop) if followed else Warnings()
-            own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
-            reporter = Reporter(watch is not None, program) if followed else None
-            work = Work(
-                programs, keep_gradients, slow, watching, storing, reporter, end if callback is not None else None, own
-            )
-            passed: list[Passed] = ranks.run_with(hear, _passes, job, work)
-    done = list(zip(programs, zip(*(p.passes for p in passed), strict=True), strict=False))
-    losses = [sum(one.losses[s] for one in ranks) for each, ranks in done for s in range(each.losses)]
-    times = [max(max(one.ends) for one in ranks) - _begin(ranks) for _, ranks in done]
-    passes = min(passes, len(done))
-    tracked = range(max(1, len(done) - SERIES), passes) if memory else range(1, passes)
-    typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
-    gradients = [
-        assemble(
-            (part for one in ranks for own, cut in one.gradients[s] for part in own.of_whole(cut)),
-            each.local_steps > 0,
-        )
-        for each, ranks in done for s in range(each.updates)
-    ] if keep_gradients else []  # fmt: skip
     if program.in_flight is not None:
-        program = as_it_happened(program, [one.order for one in done[typical][1]])
-        verify(program)
-    trace = _measured(program, done[typical][1], max(p.clock_error for p in passed))
+        check_carrier(ranks, f"program {program.name!r}")
+    job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
+    if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
+        costs = emulated_costs(program, ranks.emulates, job, ranks)
+    slow = None
     if costs is not None:
-        trace = replace(trace, overruns=[one.overruns for one in done[typical][1]])
-        trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    loads = [p.load for p in passed if p.load is not None]
-    shares, load = [p.share for p in passed], total(loads) if loads else None
-    return Execution(program, losses, times, trace, gradients, shares, load)
+        slow = [[_delays(costs, each, rank) for each in different] for rank in range(len(program.ranks))]
+    watching = watching_of(memory, ranks.emulates)
+    with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
+        stop = None if end is None else end.touch
+        hear = Following(programs, report, watch, callback, storing.first, stop) if followed else Warnings()
+        own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
+        reporter = Reporter(watch is not None, program) if followed else None
+        work = Work(programs, slow, watching, storing, reporter, end if callback is not None else None, own)
+        running = Running(job, work, ranks, hear, passes, costs)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+class Running:
+    """In the driver: a run between its stretches.
+
+    done     of every pass, what each rank brought back
+    passed   what each brought back of the last stretch
+    graded   whether the gradients of all passes were kept
+    ended    whether its last pass is done, or a callback has ended it
+    """
+
+    def __init__(
+        self, job: Job, work: Work, ranks: Ranks, hear: Callable[[int, Any], None], passes: int,
+        costs: EmulatedCosts | None,
+    ) -> None:  # fmt: skip
+        self.job, self.work, self.ranks, self.hear, self.passes, self.costs = job, work, ranks, hear, passes, costs
+        self.done: list[tuple[PassRecord, ...]] = []
+        self.passed: list[Passed] = []
+        self.graded = self.ended = False
+        self._key, self._begun, self._kept, self._clock_error = new_token(), False, False, 0.0
+
+    def go_on(
+        self, passes: int, gradients: bool = False, model: bool = False, start: bool = False, last: bool = True
+    ) -> range:
+        """Let the ranks do so many more passes; the numbers of those that were done. See `Stretch`. After the last one
+        the run ends, unless `last` is False."""
+        begin, count = len(self.done), len(self.work.programs)
+        self.graded = gradients and (self.graded or not begin)
+        stretch = Stretch(range(begin, begin + passes), last and begin + passes == count, gradients, model, start)
+        given, self._begun, self._kept = (None if self._begun else (self.job, self.work)), True, False
+        passed: list[Passed] = self.ranks.run_with(self.hear, _passes, self._key, given, stretch)
+        self.passed = passed
+        self.done += zip(*(p.passes for p in passed), strict=True)
+        self.ended = passed[0].ended
+        self._kept = not self.ended
+        self._clock_error = max(self._clock_error, *(p.clock_error for p in passed))
+        return range(begin, len(self.done))
+
+    @property
+    def steps(self) -> int:
+        """How many are done."""
+        return sum(self.work.programs[k].steps for k in range(len(self.done)))
+
+    def shares(self) -> list[Share]:
+        """All that the ranks have of the state of the run, for somebody who begins there."""
+        self.go_on(0, start=True, last=False)
+        return [p.share for p in self.passed if p.share is not None]
+
+    def trace(self, k: int) -> Trace:
+        """What was measured of a pass."""
+        trace = _measured(self.happened(k), self.done[k], self._clock_error)
+        if self.costs is not None:
+            overruns = [one.overruns for one in self.done[k]]
+            trace = replace(trace, overruns=overruns, note=emulated_note(self.costs.spec, overruns))
+        return trace
+
+    def end(self) -> None:
+        """Free ranks that wait for further passes of this run."""
+        if self._kept:
+            self._kept = False
+            with suppress(MiniparError):  # (they may be gone)
+                self.ranks.run(_forget, self._key)
+
+    def losses(self, passes: range) -> list[float]:
+        """Those of some passes."""
+        some = [(self.work.programs[k], self.done[k]) for k in passes]
+        return [sum(one.losses[s] for one in ranks) for each, ranks in some for s in range(each.losses)]
+
+    def gradients(self, passes: range) -> list[dict[str, Tensor]]:
+        """Those of each update of some passes, whole and by name."""
+        some = [(self.work.programs[k], self.done[k]) for k in passes]
+        return [
+            assemble(
+                (part for one in ranks for own, cut in one.gradients[s] for part in own.of_whole(cut)),
+                each.local_steps > 0,
+            )
+            for each, ranks in some for s in range(each.updates)
+        ]  # fmt: skip
+
+    def happened(self, k: int) -> Program:
+        """The program; where ranks decide as they run, in the order that they chose in a pass."""
+        program = self.work.programs[0]
+        if program.in_flight is None:
+            return program
+        found = as_it_happened(program, [one.order for one in self.done[k]])
+        verify(found)
+        return found
+
+    def execution(self) -> Execution:
+        """The whole run, which has ended."""
+        done, everything, graded = self.done, range(len(self.done)), self.graded
+        times = [max(max(one.ends) for one in ranks) - _begin(ranks) for ranks in done]
+        passes = min(self.passes, len(done))
+        series = any(one.series is not None for one in done[-1])
+        tracked = range(max(1, len(done) - SERIES), passes) if series else range(1, passes)
+        typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
+        trace, loads = self.trace(typical), [p.load for p in self.passed if p.load is not None]
+        return Execution(
+            trace.program, self.losses(everything), times, trace, self.gradients(everything) if graded else [],
+            [p.share for p in self.passed if p.share is not None], total(loads) if loads else None,
+        )  # fmt: skip
 
 
 def _begin(ranks: Sequence[PassRecord]) -> float:
@@ -446,46 +567,94 @@ def _place_of_end(callback: Callback | None) -> Iterator[Path | None]:
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _passes(job: Job, work: Work) -> Passed:
-    """In every rank: all passes, and what it brings back of them."""
-    comm, storing = communicator.create(), work.storing
-    executor, outline, numbers = _prepared(job, work, comm)
+@dataclass
+class _Kept:
+    """In a rank: a run between its stretches.
+
+    outline   of the whole model
+    numbers   of each node of a sharded one, its layer
+    header    with the steps that are done
+    updates   that are done
+    rows      of the micro-batches of the last pass, and the `sizes` of its values and of its data
+    """
+
+    job: Job
+    work: Work
+    executor: Executor
+    outline: Outline
+    numbers: list[int]
+    header: Header
+    tracker: Any = None
+    updates: int = 0
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    sizes: tuple[dict[Value, int], int] = field(default_factory=lambda: ({}, 0))
+
+
+_kept: dict[str, _Kept] = {}  # in a rank: the run that it is in the middle of, by its key
+
+
+def _forget(*keys: str) -> None:
+    """In a rank: end runs that it is in the middle of."""
+    for key in keys:
+        if key in _kept:
+            _kept.pop(key).executor.close()
+
+
+def _passes(key: str, given: tuple[Job, Work] | None, stretch: Stretch) -> Passed:
+    """In every rank: the passes of a stretch, and what it brings back of them. `given`: with the first stretch."""
+    comm = communicator.create()
+    if given is not None:
+        _forget(*_kept)
+    run = _kept.pop(key, None) if given is None else _prepared(*given, comm)
+    if run is None or run.executor.comm.closed:
+        raise RankError("this run has ended: another one has begun on its ranks, or one of them has failed")
+    work, executor, outline, storing = run.work, run.executor, run.outline, run.work.storing
     found: list[PassRecord] = []
-    rows: dict[int, list[int]] = {}
-    with closing(executor):
-        storing.begin(executor, outline)
-        dtype, plan = dtype_name(job.dtype), work.programs[0].name
-        header = Header(storing.first, job.seed, job.batch, dtype, plan, "", outline.rows, call=storing.call)
-        tracker = work.watching(executor) if work.watching is not None else None
-        updates = 0
+    share = None
+    with ExitStack() as ending:
+        ending.callback(executor.close)
+        if given is not None:
+            storing.begin(executor, outline)
+            run.tracker = work.watching(executor) if work.watching is not None else None
         before = clocks.read(comm)
-        for k, program in enumerate(work.programs):
+        for k in stretch.passes:
+            program = work.programs[k]
             if k and program is not work.programs[k - 1]:
                 executor.follow(program, work.slow[comm.rank][-1] if work.slow is not None else None)
-            given = {s: job.part(s, program, comm.rank) for s in range(header.step, header.step + program.steps)}
+            step = run.header.step
+            batches = {s: run.job.part(s, program, comm.rank) for s in range(step, step + program.steps)}
             if work.end is not None and _is_there(work.end, comm):
-                if not storing.due(header.step):  # (else it was saved just now)
-                    storing.after(executor, outline, header, True, updates)
+                if not storing.due(step):  # (else it was saved just now)
+                    storing.after(executor, outline, run.header, True, run.updates)
                 break
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
-            with tracker or nullcontext():
-                record = executor.run(given.__getitem__, header.step, work.keep_gradients)
-            header = replace(header, step=header.step + program.steps)
-            updates += program.updates
-            storing.after(executor, outline, header, k == len(work.programs) - 1, updates)
-            _report(work, k, record, before, executor.state, updates)
-            if not found or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
-                rows, sizes = executor.compute.rows.counts, (_sizes(executor), executor.compute.data_bytes())
-            found.append(replace(record, sizes=sizes[0], data=sizes[1]))
+            with run.tracker or nullcontext():
+                record = executor.run(batches.__getitem__, step, stretch.gradients)
+            run.header = replace(run.header, step=step + program.steps)
+            run.updates += program.updates
+            storing.after(executor, outline, run.header, k == len(work.programs) - 1, run.updates)
+            _report(work, k, record, before, executor.state, run.updates)
+            if not run.sizes[0] or executor.compute.rows.counts != run.rows:  # an epoch's last step has fewer rows
+                run.rows, run.sizes = executor.compute.rows.counts, (_sizes(executor), executor.compute.data_bytes())
+            found.append(replace(record, sizes=run.sizes[0], data=run.sizes[1]))
         after = clocks.read(comm)
-        share = storing.share(executor, outline, header, updates)
-    series = {} if tracker is None else tracker.series_of_passes()
+        model = storing.model(executor, outline) if stretch.model else []
+        ended = stretch.last or len(found) < len(stretch.passes)
+        if ended or stretch.start:
+            keeping = storing if ended else replace(storing, keep=None)
+            share = keeping.share(executor, outline, run.header, run.updates)
+        if not ended:
+            _kept[key] = run
+            ending.pop_all()
+    series = {} if run.tracker is None else run.tracker.series_of_passes()
     experts = executor.compute.experts
     return Passed(
-        [_by_one_clock(one, series.get(k), before, after) for k, one in enumerate(found)],
+        [_by_one_clock(one, series.get(k), before, after) for k, one in zip(stretch.passes, found, strict=False)],
         share,
-        experts.load(numbers) if experts is not None else None,
+        experts.load(run.numbers) if experts is not None else None,
         max(before.error, after.error),
+        model,
+        ended,
     )
 
 
@@ -496,8 +665,8 @@ def _is_there(path: Path, comm: communicator.Communicator) -> bool:
     return bool(there)
 
 
-def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Executor, Outline, list[int]]:
-    """The executor of a rank, the outline of its whole model, and of each node of a sharded one the layer."""
+def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
+    """A run that has not begun."""
     program = work.programs[0]
     if work.own is not None:
         collectives.add(program.algorithm, work.own)
@@ -516,7 +685,9 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Ex
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     executor.state.measured = {} if work.end is not None and isinstance(program.contract, Synchronous) else None
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
-    return executor, outline, numbers
+    dtype, first = dtype_name(job.dtype), work.storing.first
+    header = Header(first, job.seed, job.batch, dtype, program.name, "", outline.rows, call=work.storing.call)
+    return _Kept(job, work, executor, outline, numbers, header)
 
 
 def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state: State, updates: int) -> None:

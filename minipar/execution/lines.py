@@ -180,6 +180,11 @@ class Line:
             part.parameter.data = self.trained[0].data[begin:end]
         return self.updated
 
+    @property
+    def apart(self) -> bool:
+        """Whether the layers' parameters exist only while they are gathered, or in another type than the slice's."""
+        return self.place is not None and (self.place.scattered or self.beside)
+
     # the table's contents --------------------------------------------------------------------------------------------
 
     @property
@@ -262,7 +267,8 @@ class Line:
                 yield Slice(names[id(p)], tuple(p.shape), 0, torch.zeros(0, dtype=self.part.dtype))
         for piece in self.updated:
             own = piece.parameter
-            flat = (torch.zeros_like(own) if own.grad is None else own.grad).reshape(-1)
+            grad = torch.zeros_like(own) if own.grad is None else own.grad
+            flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
             for name, shape, begin, end, place in piece.runs:
                 yield Slice(name, shape, begin, flat[place : place + end - begin].to("cpu", copy=True))
 

@@ -21,18 +21,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch import Tensor
 
 from minipar.cluster import launch, light_torch
 from minipar.cluster.processes import describe_status
 from minipar.errors import RankDied, RankError
 from minipar.execution.execution import Job
-from minipar.execution.saving.keeping import NOTHING, Storing
+from minipar.execution.saving.keeping import Storing
 from minipar.execution.updating import plain_schedule, takes_names
 from minipar.models.losses import Own, Weighted
 from minipar.trace.recorded_order import RecordedOrder
@@ -46,6 +47,28 @@ _START = (
     "import gc, runpy, sys; gc.disable(); light, path = sys.argv.pop(1), sys.argv.pop(1); "
     "runpy.run_path(light)['postpone_compiler'](); gc.enable(); runpy.run_path(path, run_name='__main__')"
 )
+
+
+class Start(NamedTuple):
+    """Where plain torch begins.
+
+    step       the number of its first step
+    saved      parameters, buffers, and each parameter's optimizer states, whole and by name; None: those of a new model
+    schedule   the state of the scheduler, as torch's own objects
+    """
+
+    step: int = 0
+    saved: Mapping[str, Mapping[str, Any]] | None = None
+    schedule: dict[str, Any] | None = None
+
+    @staticmethod
+    def of(storing: Storing) -> Start:
+        """Where a run begins. (It may save to the same folder, so this is read before.)"""
+        schedule = None if storing.saved is None else plain_schedule(storing.saved.header.schedule)
+        return Start(storing.first, storing.plainly(), schedule)
+
+
+BEGINNING = Start()
 
 
 def train_reference(
@@ -69,13 +92,17 @@ def task_of(
     keep_gradients: bool = True,
     clip: float | None = None,
     inference: bool = False,
-    storing: Storing = NOTHING,
-    saved: Mapping[str, Mapping[str, Any]] | None = None,
+    start: Start = BEGINNING,
+    data: Any = None,
+    given: Sequence[Mapping[str, Tensor]] = (),
+    shaken: float = 0.0,
 ) -> dict[str, Any]:
     """What `reference.run` needs: what the user gave, and plain values, without classes of the engine.
 
     work       so many steps of the whole batch; or the log of what was done, which is replayed
-    saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since
+    data       in place of the job's
+    given      gradients that updates use in place of its own: see `reference.Job`
+    shaken     how much the parameters are changed before
     """
     if isinstance(work, int):
         # (nothing is split)
@@ -86,21 +113,23 @@ def task_of(
     return {
         "work": plain,
         "model": job.model,
-        "data": job.data,
+        "data": job.data if data is None else data,
         "batch": job.batch,
         "dtype": job.dtype,
         "evaluate": bool(job.evaluate),
-        "saved": saved,
+        "saved": start.saved,
+        "shaken": shaken,
         "job": {
             "loss": loss,
             "optimizer": job.optimizer,
             "seed": job.seed,
             "clip": clip,
-            "first": storing.first,
+            "first": start.step,
             "keep_gradients": keep_gradients,
             "by_name": takes_names(job.optimizer),
             "scheduler": job.scheduler,
-            "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
+            "schedule": start.schedule,
+            "given": given,
         },
     }
 

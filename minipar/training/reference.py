@@ -57,6 +57,8 @@ class Reference:
     statistics   names of those buffers that are statistics of a batch (running mean and variance of norms in training
                  mode): training with a split batch cannot give the same ones
     seconds      of a step
+    moved        how far the elements of each parameter have moved at most, in one step after another (not of a replay)
+    remembers    what modules or the optimizer keep between steps that is not saved with them
     """
 
     losses: list[float]
@@ -65,6 +67,8 @@ class Reference:
     buffers: Named = field(default_factory=dict, repr=False)
     statistics: tuple[str, ...] = ()
     seconds: float = 0.0
+    moved: dict[str, float] = field(default_factory=dict, repr=False)
+    remembers: tuple[str, ...] = ()
 
 
 # the model ------------------------------------------------------------------------------------------------------------
@@ -217,14 +221,17 @@ def statistics_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def reader(data: Any, size: int, dtype: torch.dtype) -> Batches:
-    """step -> (x, y), the whole batch: of a data set, or always the same pair, of the types that `number_type` says.
-    All are copies, since a layer or a loss may write into them."""
+    """step -> (x, y), the whole batch: of a data set, of a dict by step, or always the same pair; of the types that
+    `number_type` says. All are copies, since a layer or a loss may write into them."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(number_type(tensor, dtype), copy=True)
 
     def read(step: int) -> tuple[Any, Any]:
-        x, y = data if isinstance(data, tuple) else data.batch(step, size)
+        if isinstance(data, dict):
+            x, y = data[step]
+        else:
+            x, y = data if isinstance(data, tuple) else data.batch(step, size)
         return every_tensor(x, cast), every_tensor(y, cast)
 
     return read
@@ -327,6 +334,8 @@ class Job(NamedTuple):
     scheduler        makes a scheduler of it, which steps once after each update
     schedule         the scheduler's saved state (class, state, settings of the groups), used if it has the same class
     states           the optimizer's saved states: name of a parameter -> state -> value
+    given            of each update the gradients that somebody else has found: after its own ones were kept, they are
+                     what the optimizer is given, so that each step begins where that of the other began
     """
 
     model: nn.Module
@@ -342,6 +351,7 @@ class Job(NamedTuple):
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     schedule: Mapping[str, Any] | None = None
     states: Mapping[str, Mapping[str, Any]] = {}
+    given: Sequence[Named] = ()
 
 
 class Update:
@@ -383,8 +393,10 @@ def train_plainly(job: Job, steps: int, inference: bool = False) -> Reference:
     update = Update(job, names) if names else None
     losses: list[float] = []
     gradients: list[Named] = []
+    moved = dict.fromkeys(names, 0.0)
+    before = memory_of(model, update)
     start = time.perf_counter()
-    for step in range(job.first, job.first + steps):
+    for k, step in enumerate(range(job.first, job.first + steps)):
         x, y = job.batches(step)
         masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
@@ -394,19 +406,55 @@ def train_plainly(job: Job, steps: int, inference: bool = False) -> Reference:
             if job.clip is not None:
                 torch.nn.utils.clip_grad_norm_(names.values(), job.clip)
         losses.append(value.item())
-        gradients.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in names.items()})
-        if not job.keep_gradients:
-            gradients.clear()
+        if job.keep_gradients:
+            gradients.append({n: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for n, p in names.items()})
+        for name, p in names.items() if job.given else ():
+            if p.grad is not None and not p.grad.is_sparse:
+                p.grad.copy_(job.given[k][name])
+        there = {name: p.detach().clone() for name, p in names.items()} if job.keep_gradients else {}
         if update:
             update.step()
+        moved.update((n, max(moved[n], _largest(names[n].detach() - old))) for n, old in there.items())
         job.report(step - job.first)
-    return _result(job, losses, gradients, (time.perf_counter() - start) / steps)
+    seconds, now = (time.perf_counter() - start) / steps, memory_of(model, update)
+    changed = tuple(name for name in now if now[name] != before.get(name))
+    return _result(job, losses, gradients, seconds=seconds, moved=moved, remembers=changed)
 
 
-def _result(job: Job, losses: list[float], gradients: list[Named], seconds: float = 0.0) -> Reference:
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _result(job: Job, losses: list[float], gradients: list[Named], **more: Any) -> Reference:
     parameters = {name: p.detach().clone() for name, p in job.model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in job.model.named_buffers()}
-    return Reference(losses, gradients, parameters, buffers, statistics_of(job.model), seconds)
+    return Reference(losses, gradients, parameters, buffers, statistics_of(job.model), **more)
+
+
+def memory_of(model: nn.Module, update: Update | None) -> dict[str, bytes]:
+    """What modules and the optimizer have beside what is saved, as bytes: other ones say that it has changed."""
+    usual = {*vars(nn.Module()), "forward", "state", "param_groups", "defaults", "step"}
+    owners = [*model.named_modules(), *([] if update is None else [("optimizer", update.optimizer)])]
+    found = {}
+    for name, owner in owners:
+        for key, value in vars(owner).items():
+            if key not in usual and not key.startswith(("_opt", "_zero", "_warned")):  # (torch's own)
+                with suppress(Exception):  # (what cannot be pickled cannot be told apart)
+                    found[f"{name}.{key}"] = cloudpickle.dumps(value)
+    return found
+
+
+def shake(model: nn.Module, by: float) -> None:
+    """Change all trainable parameters by up to this part of themselves, as their rounding does."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.mul_(1 + by * (2 * torch.rand(p.shape, generator=draws, dtype=p.real.dtype) - 1))
 
 
 # the replay of a log --------------------------------------------------------------------------------------------------
@@ -701,12 +749,15 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     model, data, batch, dtype   as the user gave them
     evaluate    the model is put in evaluation mode
     saved       parameters, buffers and states of a saved run, or None
+    shaken      how much the parameters are changed before: see `shake`
     work        arguments of `train_plainly`, or the fields of an `Order`
     job         further fields of the `Job`
     """
     model = build(task["model"], task["job"]["seed"], task["dtype"], task["evaluate"])
     saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
     go_on(saved, model)
+    if task["shaken"]:
+        shake(model, task["shaken"])
     batches = reader(task["data"], task["batch"], task["dtype"])
     given = {**task["job"], "loss": task["job"]["loss"] or loss_in}
     job = Job(model=model, batches=batches, report=report, states=saved["states"], **given)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster
@@ -22,8 +22,19 @@ from minipar.data import loading
 from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
-from minipar.execution.execution import Execution, Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
+from minipar.execution.execution import (
+    Execution,
+    Job,
+    Loss,
+    Model,
+    Running,
+    captured_once,
+    emulated_costs,
+    profile_job,
+    under_way,
+)
 from minipar.execution.following import Callback, Observer
+from minipar.execution.lines import Slice
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
@@ -43,7 +54,10 @@ from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
 from minipar.training import own_program, plainly
-from minipar.training.reference import Reference, gradient_error
+from minipar.training.checking import TF32, Checked, Checker, cost_of, passes_to_check, pieces_of, why_different
+from minipar.training.evaluation import Evaluation, evaluate
+from minipar.training.plainly import Start
+from minipar.training.reference import Reference
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -51,6 +65,7 @@ if TYPE_CHECKING:
     from minipar.trace.peaks import Peaks
 
 FEW_STAGES = 8
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +75,9 @@ class Run(Execution):
     predicted     the trace that was predicted before the run
     step_times    seconds of every step; if a step begins before the one before it has ended, the mean over a program's
                   steps
-    reference     losses of plain torch on one process, and its gradients if `check` was asked for
+    checked       which steps were compared with plain torch, and how far they were apart; or why none was
+    reference     losses of plain torch on one process, if `reference` or `check` was asked for, and with `check` its
+                  gradients
     first_step    0; for a resumed run, how many steps were done before
     cut           how a model with a forward of its own was cut into layers; "" for one that is layers
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
@@ -75,6 +92,7 @@ class Run(Execution):
     plan: Plan
     predicted: Trace
     step_times: list[float]
+    checked: Checked
     reference: Reference | None = None
     plain_time: float | None = None
     first_step: int = 0
@@ -131,36 +149,16 @@ class Run(Execution):
         if speaks():
             keeping.export(self.shares, path)
 
-    def max_gradient_error(self) -> float:
-        """Largest deviation from plain torch over all steps and elements, relative to the largest gradient."""
-        if self.reference is None or not self.gradients:
-            raise MiniparError("max_gradient_error: needs train(..., check=True), which also trains the reference")
-        pairs = zip(self.gradients, self.reference.gradients, strict=True)
-        return max((gradient_error(found, expected) for found, expected in pairs), default=0.0)
+    def max_error(self) -> float:
+        """How far losses, gradients, parameters and buffers were from plain torch's in the steps that were compared
+        (`checked` says which): the largest difference, relative to the largest element of plain torch of its kind.
 
-    def max_parameter_error(self) -> float:
-        """Largest deviation of a parameter after the last step from plain torch's, relative to the largest parameter.
-
-        Needs `reference` or `check`; SaveError if the ranks did not bring their state back: see `keep` of `train`.
+        Parameters are those of every rank after the step. Statistics of norms are left out where a batch was split:
+        those of a part cannot equal the whole batch's. MiniparError if nothing was compared.
         """
-        return self._error_of("parameters", "max_parameter_error")
-
-    def max_buffer_error(self) -> float:
-        """The same for the buffers that are saved with the model. If the batch was split, running statistics of norms
-        are left out (`reference.statistics`): those of a part cannot equal the whole batch's. With parameter servers
-        every worker has buffers of its own; those of the first one are saved."""
-        return self._error_of("buffers", "max_buffer_error")
-
-    def _error_of(self, kind: str, what: str) -> float:
-        if self.reference is None:
-            raise MiniparError(f"{what}: needs train(..., check=True), which also trains the reference")
-        plain: dict[str, Tensor] = getattr(self.reference, kind)
-        served = self.service is not None and kind == "parameters"
-        found = self.service.parameters if served and self.service else keeping.model_of(self.shares, what)
-        parts = self.plan.dp * self.plan.total_microbatches
-        skipped = set(self.reference.statistics) if parts > 1 else set()
-        names = (found.keys() & plain.keys()) - skipped
-        return gradient_error({n: found[n] for n in names}, {n: plain[n] for n in names})
+        if not self.checked.steps:
+            raise MiniparError(f"max_error: {self.checked}; possible is train(..., check=True)")
+        return self.checked.error
 
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
@@ -169,7 +167,7 @@ class Run(Execution):
             f"<Run of {self.plan}: {several(steps, 'step')}, loss {self.losses[0]:.4f} -> "
             f"{self.losses[-1]:.4f}, "
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
-            f"({self.prediction_error:+.0%})>"
+            f"({self.prediction_error:+.0%}), {self.checked}>"
         )
 
     def _repr_html_(self) -> str:
@@ -193,7 +191,7 @@ def train(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     reference: bool = False,
-    check: bool = False,
+    check: bool | str = "auto",
     progress: bool = True,
     memory: bool = False,
     calibration: Calibration | None = None,
@@ -233,7 +231,9 @@ def train(
     keep_modes  with inference=true, leave every module in the mode that the model function gave it, for example to keep
                 dropout on; else the model is put in evaluation mode. Training always leaves modes as they are
     reference   also train plain torch on one process, to compare the losses
-    check       do that, and keep every gradient of both, to compare them too (memory: twice the model per step)
+    check       compare losses, gradients, parameters and buffers with plain torch: "auto" the first step and a few
+                random later ones, if that is estimated to take at most 2 s or 5 % of the run, while the ranks wait;
+                True every step (memory: twice the model per step); False none. `Run.checked` says what was compared
     memory      follow every allocation of the ranks, and predict every one: then both traces have `series`, and
                 `Run.memory` says what held the peak (this takes time, so do not use it for timing)
     calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
@@ -258,9 +258,109 @@ def train(
 
     Raises PlanError where plan, model, batch and cluster do not fit together; DeviceOutOfMemory, with plans that would
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
-    nothing can be written to `save`; what a rank raises; RankDied.
+    nothing can be written to `save`; CheckError where a step differs from plain torch by more than rounding; what a
+    rank raises; RankDied.
     """
+    steps_of_run = _steps(**locals())
+    while True:
+        try:
+            next(steps_of_run)
+        except StopIteration as end:
+            run: Run = end.value
+            return run
+
+
+def stepping(model: Model, data: Any, plan: Plan | str | None = None, **options: Any) -> Iterator[Step]:
+    """`train` as a loop of your own: `for step in minipar.stepping(model, data, plan): print(step.loss)`.
+
+    options   as for `train`, which is a loop over the same steps; `progress` is False unless it is asked for
+
+    Between two steps the ranks wait, each with its layers and its optimizer. When the loop is left, by `break`,
+    `return` or an error, they are free for another run. Where replicas train by themselves (`local_steps`) or messages
+    of a step travel during the next one (`overlap=priority`), a step of the loop is the several steps of a program.
+
+    Raises PlanError for plans whose steps do not begin and end one after another (pipelines without flushes, parameter
+    servers) and for program=; what `train` raises.
+    """
+    bound = inspect.signature(train).bind(model, data, plan, **{"progress": False, **options})
+    bound.apply_defaults()
+    steps = _steps(**bound.arguments, one=True)
+    try:
+        while (step := _advance(steps)) is not None:
+            yield step
+    finally:
+        _leave(steps)
+
+
+@driven
+def _advance(steps: Generator[Step, None, Run]) -> Step | None:
+    return next(steps, None)
+
+
+@driven
+def _leave(steps: Generator[Step, None, Run]) -> None:
+    steps.close()
+
+
+@dataclass
+class Step:
+    """A step of `stepping` that is done. What it offers is of the state after it, while the loop is at it.
+
+    step   its number, from 0 on (a resumed run counts on from the saved step)
+    loss   the mean loss of its batch, before its update
+    """
+
+    step: int
+    loss: float
+    _running: Running | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:  # (under torchrun only rank 0 has the run)
+        return {**vars(self), "_running": None}
+
+    @property
+    def trace(self) -> Trace:
+        """What was measured of the step."""
+        return _of_step(self, lambda running: running.trace(len(running.done) - 1))
+
+    def evaluate(self, data: Any, plan: Plan | str | None = None, **options: Any) -> Evaluation:
+        """`minipar.evaluate` with the parameters after this step, on the same ranks. plan: default, that of the run."""
+
+        def found(running: Running) -> Evaluation:
+            job, layout = running.job, Plan.parse(running.work.programs[0].name) if plan is None else plan
+            known = {"loss": job.loss, "seed": job.seed, "dtype": job.dtype, "batch": job.batch}
+            state = keeping.model_of(running.shares(), "step.evaluate")
+            return evaluate(job.model, data, layout, state=state, cluster=running.ranks, **{**known, **options})
+
+        return _of_step(self, found)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save the run as it is after this step, for `minipar.resume`; as `Run.save` does."""
+        _of_step(self, lambda running: keeping.save(running.shares(), folder))
+
+
+@driven
+def _of_step(step: Step, of: Callable[[Running], Found]) -> Found:
+    running = step._running
+    if running is None or running.work.storing.first + running.steps != step.step + 1:
+        raise MiniparError(f"step {step.step}: the loop has left it")
+    return of(running)
+
+
+def _steps(
+    model: Model, data: Any, plan: Plan | str | None, program: own_program.Own | None, cluster: Ranks | None,
+    steps: int, batch: int, loss: Loss | None, optimizer: Optimizer, seed: int, dtype: torch.dtype, reference: bool,
+    check: bool | str, progress: bool, memory: bool, calibration: Calibration | None,
+    resume: str | os.PathLike[str] | None, save: str | os.PathLike[str] | None, save_every: int | None,
+    keep: bool | None, watch: Observer | None, scheduler: Scheduler | None, keep_modes: bool,
+    callback: Callback | None, on_nan: str, annotations: Mapping[str, str] | None, one: bool = False,
+) -> Generator[Step, None, Run]:  # fmt: skip
+    """The steps of a training, whose arguments are those of `train`, and at its end the run. one: the ranks stop after
+    every step; else only where something is compared, and not all steps are seen."""
     plan = Plan.parse(plan or "") if program is None else own_program.plan_of(plan, program)
+    if one and (plan.asynchronous or plan.sync == "ps" or program is not None):
+        raise PlanError(
+            f"stepping: plan {plan} has no steps that begin and end one after another; possible is train(callback=...)"
+        )
     steps = at_least_1("steps", steps)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     _check_options(plan, every, save is not None, memory, callback is not None)
@@ -271,9 +371,7 @@ def train(
     storing = keeping.storing(resume, save, every, keep)
     if storing.folder:
         storing, steps = restarting.going_on(storing, steps)
-    asked = Asked(
-        plan, program, steps, storing, reference or check, check, memory, progress, calibration, watch, callback
-    )
+    asked = Asked(plan, program, steps, storing, reference, check, memory, progress, calibration, watch, callback, one)
     loss = Own() if loss is None else loss
     pairing = loading.Pairing(isinstance(loss, Own), loading.takes_of(model))
     with loading.read_ahead(data, steps, storing.first, seed, batch, pairing) as (data, batch):
@@ -281,25 +379,25 @@ def train(
         forms = annotations if annotations is not None else annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
-            return _trained(asked, job, ranks)
+            return (yield from _trained(asked, job, ranks))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `train` was asked for, beside the job of its ranks. `compared`: with plain torch, and with `check` each
-    gradient, too."""
+    """What `train` was asked for, beside the job of its ranks. `one`: they stop after every step."""
 
     plan: Plan
     program: own_program.Own | None
     steps: int
     storing: keeping.Storing
-    compared: bool
-    check: bool
+    reference: bool
+    check: bool | str
     memory: bool
     progress: bool
     calibration: Calibration | None
     watch: Observer | None
     callback: Callback | None
+    one: bool
 
     @property
     def split(self) -> bool:
@@ -310,14 +408,11 @@ class Asked:
         return tqdm(total=total, desc=title, disable=not self.progress, leave=False)
 
 
-def _trained(asked: Asked, job: Job, ranks: Ranks) -> Run:
+def _trained(asked: Asked, job: Job, ranks: Ranks) -> Generator[Step, None, Run]:
     """Profile, predict, run, and compare."""
     plan, storing = asked.plan, asked.storing
     if plan.deciding:
         check_carrier(ranks, f"schedule={plan.schedule}")
-    if asked.compared:
-        plainly.prepare()
-    saved = storing.plainly() if asked.compared else None  # (the run may save to the same folder)
     job, facts = _profiled(asked, job, ranks)
     _warn(plan, facts, storing)
     forecast = Forecast(
@@ -326,17 +421,41 @@ def _trained(asked: Asked, job: Job, ranks: Ranks) -> Run:
     )  # fmt: skip
     main, rest = _programs(asked, job, forecast)
     predicted = forecast.of(main)
+    checker = _checker(asked, job, facts, main, predicted, ranks)
+    start = checker.start
     measure = partial(ranks.run_on, [0], profile_job, job, memory=True, split=asked.split)
     with nullcontext() if ranks.emulates is None else advising(plan, job.batch, lambda rows: measure(rows)[0]):
-        done, service = _run(asked, job, ranks, main, rest)
+        done, service = yield from _run(asked, job, ranks, main, rest, checker)
     programs = ([main] * (asked.steps // main.steps) + [rest] * (rest is not None))[: len(done.times)]
     sizes = [each.steps for each in programs if each is not None]
-    plain, plain_time = _compared(asked, job, saved, done, service, sum(sizes), ranks.threads)
+    plain, plain_time = _reference(asked, checker, start, done, service, sum(sizes))
     times = [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)]
     return Run(
         **vars(done), plan=plan, predicted=predicted, step_times=times if service is None else done.times,
-        reference=plain, plain_time=plain_time, first_step=storing.first, service=service,
+        checked=checker.checked, reference=plain, plain_time=plain_time, first_step=storing.first, service=service,
         cut=facts.cut,
+    )  # fmt: skip
+
+
+def _checker(asked: Asked, job: Job, facts: Facts, main: Program, predicted: Trace, ranks: Ranks) -> Checker:
+    """What compares the run with plain torch, whose process is started now, before anything is measured."""
+    plan, passes, gpu = asked.plan, -(-asked.steps // main.steps), ranks.device != "cpu"
+    expected, chosen = why_different(plan, facts.split_sensitive) or facts.loss_note, list[int]()
+    checked = Checked(reason="" if asked.check else "check=False")
+    if asked.check == "auto":
+        cost = cost_of(main, facts.profile, job.batch, gpu)
+        chosen, reason = passes_to_check(passes, job.seed, cost, passes * predicted.time)
+        checked.reason = expected or reason
+    compared = asked.check is True or (bool(chosen) and not expected)
+    if compared or asked.reference:
+        plainly.prepare()
+    start = Start.of(asked.storing) if compared or asked.reference else plainly.BEGINNING
+    narrow = PRECISIONS[plan.precision]
+    eps = torch.finfo(getattr(torch, narrow)).eps if narrow else TF32 if gpu else 0.0
+    notes = [f"{name} computed whole ({why})" for name, why in facts.whole.items()] + facts.split_sensitive
+    return Checker(
+        plan, job, asked.check is True, chosen if compared else [], expected, notes, ranks.threads, eps,
+        not asked.reference, start, checked,
     )  # fmt: skip
 
 
@@ -397,7 +516,7 @@ def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
     if storing.saved is not None and (note := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
         notes.append(f"{storing.saved.folder}: {note}")
     for note in filter(None, notes):
-        warnings.warn(note, stacklevel=4)
+        warnings.warn(note, stacklevel=6)
 
 
 def _rates(asked: Asked, ranks: Ranks, program: Program) -> Calibration | None:
@@ -430,26 +549,56 @@ def _programs(asked: Asked, job: Job, forecast: Forecast) -> tuple[Program, Prog
         raise PlanError(f"{error.reason}. The model is {forecast.facts.cut}", error.details) from error
 
 
-def _run(asked: Asked, job: Job, ranks: Ranks, main: Program, rest: Program | None) -> tuple[Execution, Service | None]:
+def _run(
+    asked: Asked, job: Job, ranks: Ranks, main: Program, rest: Program | None, checker: Checker
+) -> Generator[Step, None, tuple[Execution, Service | None]]:
     """The run, and what parameter servers did in it."""
-    passes, served = asked.steps // main.steps, asked.plan.sync == "ps"
-    options: dict[str, Any] = {
-        "keep_gradients": asked.check, "memory": asked.memory, "storing": asked.storing, "watch": asked.watch
-    }  # fmt: skip
+    passes, plan, first = asked.steps // main.steps, asked.plan, asked.storing.first
+    served = plan.sync == "ps"
     with asked.bar(asked.steps * (main.workers if served else 1), str(asked.plan)) as meter:
         if served:
-            return _serve(main, job, ranks, asked.plan.on_death, lambda k: meter.update(), options)
+            options = {"memory": asked.memory, "storing": asked.storing, "watch": asked.watch}
+            _, compared, _ = checker.ahead(0, 1, False)
+            done, service = _serve(
+                main, job, ranks, plan.on_death, lambda k: meter.update(), options | {"keep_gradients": compared}
+            )
+            if compared:
+                work = _plain_work(plan, done.program, service, asked.steps)
+                checker.compare(done.losses, done.gradients, [_of_servers(done, service)], asked.steps, work)
+            return done, service
 
         def report(k: int, loss: float) -> None:
             meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
             meter.update(main.steps if k < passes else asked.steps % main.steps)
 
         shown = report if asked.progress else None
-        done = execute(
-            main, job, cluster=ranks, passes=passes, rest=rest, check=False, report=shown, callback=asked.callback,
-            **options,
-        )  # fmt: skip
-    return done, None
+        total = passes + (rest is not None)
+        with under_way(
+            main, job, ranks, passes, shown, asked.watch, None, asked.memory, asked.storing, rest, asked.callback
+        ) as running:
+            while len(running.done) < total and not running.ended:
+                count, compared, then = checker.ahead(len(running.done), total, asked.one)
+                some = running.go_on(count, compared, compared, then, last=not asked.one)
+                steps = sum(running.work.programs[k].steps for k in some)
+                if compared and some:
+                    work = _plain_work(plan, running.happened(some[-1]), None, steps)
+                    there = [p.model for p in running.passed]
+                    checker.compare(running.losses(some), running.gradients(some), there, steps, work)
+                if then and not running.ended:
+                    checker.go_on([p.share for p in running.passed if p.share is not None], first + running.steps)
+                if some:
+                    yield Step(first + running.steps - 1, running.losses(some)[-1], running)
+            if not running.ended:
+                running.go_on(0)
+            return running.execution(), None
+
+
+def _of_servers(done: Execution, service: Service) -> list[Slice]:
+    """What servers have of parameters at the end, and the first worker of buffers."""
+    found = list(pieces_of("parameters", service.parameters))
+    with suppress(SaveError):  # (the state of a large model is not returned)
+        found += pieces_of("buffers", keeping.whole_of(done.shares, "check")["buffers"])
+    return found
 
 
 def _serve(
@@ -466,27 +615,30 @@ def _serve(
     return execute_served(program, job, ranks, on_death=on_death, slow=slow, pacing=pacing, report=report, **options)
 
 
-def _compared(
-    asked: Asked, job: Job, saved: Any, done: Execution, service: Service | None, steps: int, threads: int
+def _reference(
+    asked: Asked, checker: Checker, start: Start, done: Execution, service: Service | None, steps: int
 ) -> tuple[Reference | None, float | None]:
-    """What plain torch makes of the job, and its seconds for a step where it does what one device would."""
-    if not asked.compared:
+    """What plain torch makes of the whole run, and its seconds for a step where it does what one device would."""
+    work = _plain_work(asked.plan, done.program, service, steps)
+    if checker.every and checker.plain is not None:
+        plain = checker.plain
+    elif asked.reference:
+        with asked.bar(steps, "plain torch, one process") as meter:
+            plain = plainly.train_reference(
+                checker.job, work, checker.threads, lambda k: meter.update(), keep_gradients=False,
+                clip=asked.plan.clip, inference=asked.plan.inference, start=start,
+            )  # fmt: skip
+    else:
         return None, None
-    plan, work = asked.plan, _plain_work(asked.plan, done, service, steps)
-    with asked.bar(steps, "plain torch, one process") as meter:
-        plain = plainly.train_reference(
-            job, work, threads, lambda k: meter.update(), keep_gradients=asked.check, clip=plan.clip,
-            inference=plan.inference, storing=asked.storing, saved=saved,
-        )  # fmt: skip
     return plain, plain.seconds if isinstance(work, int) else None
 
 
-def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
+def _plain_work(plan: Plan, program: Program, service: Service | None, steps: int) -> int | RecordedOrder:
     """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
     if service is not None:
         return steps if plan.mode == "sync" else served_order(service.order, plan.dp, plan.total_microbatches)
     if plan.asynchronous:
-        return order_of(done.program)
+        return order_of(program)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
         return local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
     return steps

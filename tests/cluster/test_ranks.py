@@ -45,7 +45,7 @@ def test_training_needs_only_what_ranks_promise(clusters: Clusters, plan: str) -
     given: Any = ranks
     rows = torch.randn(8, 8), torch.randint(10, (8,))
     run = train(model, rows, plan, cluster=given, steps=2, progress=False, check=True)
-    assert run.max_gradient_error() < 1e-5
+    assert run.max_error() < 1e-5
     found = evaluate(model, rows, plan, state=run, cluster=given)
     assert found.count == 8
     assert {"size", "device", "run_on", "run_with", "run"} <= ranks.asked

@@ -43,7 +43,7 @@ def facts(run: Run) -> dict[str, Any]:
     """What is compared of a run."""
     starts = [min(row) for row in run.trace.starts if row]
     return {
-        "losses": run.losses, "error": run.max_gradient_error(), "ranks": len(run.trace.starts),
+        "losses": run.losses, "error": run.max_error(), "ranks": len(run.trace.starts),
         "recorded": all(len(a) == len(b) for a, b in zip(run.trace.starts, run.trace.program.ranks, strict=True)),
         "begin": min(starts), "time": run.trace.time,
     }  # fmt: skip
@@ -143,7 +143,7 @@ def interrupted(folder: Path) -> dict[str, Any]:
     run = trained(plan, steps=12, save=folder / "saves", save_every=2, callback=disturb, loss=loss, check=last)
     if last:
         write("four", four(folder), folder)
-    return {"first": run.first_step, "losses": run.losses, "error": run.max_gradient_error()}
+    return {"first": run.first_step, "losses": run.losses, "error": run.max_error()}
 
 
 def write(what: str, found: dict[str, Any], folder: Path) -> None:

@@ -8,7 +8,7 @@ from tests.pages import blocks, run
 
 def test_every_block_runs(capsys, clusters, monkeypatch):
     lend(clusters, monkeypatch)
-    assert len(list(blocks("own_model.md"))) == 11
+    assert len(list(blocks("own_model.md"))) == 13
     run("own_model.md")
     said = capsys.readouterr().out
     assert "the loss is nan in step 0, rank 1, micro-batch 0" in said

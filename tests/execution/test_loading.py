@@ -73,7 +73,7 @@ def rows_of(data, steps, size=4):
 
 def test_a_dataset_is_read_by_rows(clusters):
     run = train(clusters, TensorDataset(X, Y), "dp=2 pp=2 zero=1")
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
     assert len(run.losses) == 5
 
 
@@ -113,9 +113,9 @@ def test_a_collate_of_ones_own_makes_the_batch_as_a_whole():
 
 def test_dict_batches_give_their_labels_to_the_loss(clusters):
     run = train(clusters, Dicts(), model=partial(layers, FromDict))
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
     run = train(clusters, DataLoader(Dicts(), batch_size=4), model=partial(layers, FromDict))
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -123,7 +123,7 @@ def test_a_loader_that_shuffles_is_read_once_for_all(clusters, workers):
     """Its last batch is smaller, and then it begins again, in another order."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True, num_workers=workers)
     run = train(clusters, loader, "dp=2 pp=2 microbatches=2", steps=7, batch=99)
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
     found = rows_of(loader, 6)
     assert [len(x) for x, _ in found] == [4, 4, 2, 4, 4, 2]
     epochs = [torch.cat([x[:, 0] for x, _ in found[k : k + 3]]).tolist() for k in (0, 3)]
@@ -145,15 +145,15 @@ def test_a_resumed_run_goes_on_with_batches_of_its_own(clusters, tmp_path):
     run = train(clusters, loader, steps=3, save=tmp_path / "run")
     more = train(clusters, loader, steps=3, resume=tmp_path / "run")
     assert more.first_step == 3
-    assert more.max_gradient_error() < 1e-12
+    assert more.max_error() < 1e-12
     assert more.losses != run.losses
 
 
 def test_generators_and_iterable_datasets(clusters):
     run = train(clusters, ((X[k : k + 3], Y[k : k + 3]) for k in range(5)))
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
     run = train(clusters, DataLoader(Stream(), batch_size=3), "dp=2")
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
 
 
 def test_refusals(clusters):
@@ -173,4 +173,4 @@ def test_refusals(clusters):
     with pytest.raises(PlanError, match="has no __len__"):
         Rows(Stream())
     run = train(clusters, Batches([{"image": X, "class": Y}], pair=lambda b: (b["image"], b["class"])), steps=2)
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12

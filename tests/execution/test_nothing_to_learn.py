@@ -57,5 +57,5 @@ def test_it_is_refused(clusters, plan, by):
 def test_a_part_without_a_graph_is_no_error(clusters):
     run = train(partial(model, Off(every=False)), rows(8), "pp=2 microbatches=2", cluster=clusters(2), steps=3,
                 loss=mse, dtype=torch.float64, progress=False, check=True)  # fmt: skip
-    assert run.max_gradient_error() <= 1e-12
+    assert run.max_error() <= 1e-12
     assert run.losses[-1] < run.losses[0]

@@ -107,7 +107,7 @@ def test_ranks_that_share_layers(ranks, name, text):
         model, data.for_model(name), plan, cluster=ranks(plan.ranks), steps=2, batch=4, loss=loss, check=True,
         dtype=torch.float64, progress=False,
     )  # fmt: skip
-    assert found.max_gradient_error() < 1e-12
+    assert found.max_error() < 1e-12
 
 
 def test_a_form_that_changes_is_refused():

@@ -63,8 +63,7 @@ def test_global_generators_are_seeded_for_each_layer(clusters, how, plan):
     """As they are in the process of plain torch. What the user's process draws next is not changed."""
     found = train(partial(model, how), rows(), plan, cluster=clusters(Plan.parse(plan).ranks), steps=3, check=True,
                   loss=cross_entropy, optimizer=SGD, dtype=torch.float64, progress=False)  # fmt: skip
-    assert found.max_gradient_error() <= 1e-12
-    assert found.max_parameter_error() <= 1e-12
+    assert found.max_error() <= 1e-12
     assert len(set(found.losses)) == 3
 
 

@@ -79,4 +79,4 @@ def test_what_is_a_mean_of_its_parts_goes_on(clusters, plan, loss):
     if isinstance(loss, partial):
         given.ignore_index = PADDING  # type: ignore[attr-defined]
     found = run(clusters, plan, data, given, check=True)
-    assert found.max_gradient_error() <= 1e-12
+    assert found.max_error() <= 1e-12

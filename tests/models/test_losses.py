@@ -63,7 +63,7 @@ PLANS = ["microbatches=4", "pp=2 microbatches=3", "dp=2 microbatches=2 zero=1", 
 @pytest.mark.parametrize("loss", [pair_loss, weighted(masked_loss, count=lambda y: y[1].sum())], ids=["pair", "count"])
 def test_a_masked_loss(clusters, loss, text):
     found = run(clusters, masked_rows(), loss, text)
-    assert found.max_gradient_error() <= 1e-12
+    assert found.max_error() <= 1e-12
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
 
 
@@ -80,7 +80,7 @@ def test_a_loss_that_cannot_be_split_is_refused(clusters, loss, data, why):
     with pytest.raises(PlanError, match=why) as caught:
         run(clusters, data, loss, "microbatches=4")
     assert "losses.weighted(loss, count=lambda y: ...)" in str(caught.value)
-    assert run(clusters, data, loss, "pp=2").max_gradient_error() <= 1e-12  # the whole batch is one part
+    assert run(clusters, data, loss, "pp=2").max_error() <= 1e-12  # the whole batch is one part
 
 
 def depends(output, y):

@@ -76,7 +76,7 @@ def check(clusters, text: str, model, data=None, steps: int = 2, **options: obje
         model, data or rows(17), plan, cluster=clusters(plan.ranks), steps=steps, loss=options.pop("loss", mse),
         optimizer=partial(torch.optim.SGD, lr=0.5), dtype=torch.float64, check=True, progress=False, **options,
     )  # fmt: skip
-    assert run.max_gradient_error() <= 1e-12
+    assert run.max_error() <= 1e-12
     for mine, plain in zip(run.losses, run.reference.losses, strict=True):
         assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
     return run

@@ -281,7 +281,7 @@ def test_the_forms_of_the_linear_program_are_trained(clusters):
         model, (x, y), "tp=2", steps=2, batch=12, loss=nn.functional.mse_loss, dtype=torch.float64, check=True,
         annotations=said, progress=False, cluster=clusters(2),
     )  # fmt: skip
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12
     assert run.predicted.time > 0 < run.trace.time, "predicted beside measured"
 
 
@@ -296,4 +296,4 @@ def test_a_plan_of_the_search_is_trained(clusters):
         lambda: models.build("mlp-tiny"), (x, y), plan, steps=1, batch=8, loss=nn.functional.mse_loss,
         dtype=torch.float64, check=True, progress=False, cluster=clusters(2),
     )  # fmt: skip
-    assert run.max_gradient_error() < 1e-12
+    assert run.max_error() < 1e-12

@@ -104,8 +104,7 @@ def test_unequal_shards_by_hand() -> None:
 
 def test_gradients_with_a_capacity(clusters: Clusters) -> None:
     run = run_of(clusters, "ep=2 dp=2 zero=1 clip=0.5", 4)
-    assert run.max_gradient_error() < 1e-10
-    assert run.max_parameter_error() < 1e-10
+    assert run.max_error() < 1e-10
     assert run.losses == pytest.approx(run.reference.losses, rel=1e-12)
 
 
@@ -148,8 +147,7 @@ def test_gradients_without_a_capacity(clusters: Clusters, used: int, top: int, p
         partial(skewed, used, top=top), TEXT, plan, cluster=clusters(ranks), check=True, progress=False, batch=16,
         steps=2, loss=models.mixture_loss, dtype=torch.float64,
     )  # fmt: skip
-    assert run.max_gradient_error() < 1e-10
-    assert run.max_parameter_error() < 1e-10
+    assert run.max_error() < 1e-10
     assert run.losses == pytest.approx(run.reference.losses, rel=1e-12)
 
 
@@ -227,7 +225,7 @@ def test_each_slice_exchanges_its_tokens(clusters: Clusters) -> None:
         model, TEXT, "ep=2 schedule=seq1f1b slices=8,4 microbatches=2", cluster=clusters(2), check=True, batch=16,
         steps=1, loss=models.mixture_loss, dtype=torch.float64, progress=False,
     )  # fmt: skip
-    assert run.max_gradient_error() < 1e-10
+    assert run.max_error() < 1e-10
     layers, slices, microbatches = 2, 2, 2
     assert exchanged(run.program) == dict.fromkeys(("output", "grad_output"), 2 * layers * slices * microbatches)
     # Half of what a slice sends, as far as one can tell before: of 4 rows of a rank each token twice.
@@ -294,7 +292,7 @@ def test_the_balance_loss_is_part_of_the_gradient(clusters: Clusters) -> None:
     without = run_of(clusters, "ep=2", 2, steps=1, loss=partial(models.mixture_loss, balance=0.0))
     heavy = run_of(clusters, "ep=2", 2, steps=1, loss=partial(models.mixture_loss, balance=10.0))
     assert heavy.losses[0] > without.losses[0] + 10
-    assert heavy.max_gradient_error() < 1e-10
+    assert heavy.max_error() < 1e-10
 
 
 @pytest.mark.parametrize(

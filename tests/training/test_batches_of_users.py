@@ -205,7 +205,7 @@ def test_a_model_that_makes_its_own_loss(clusters, name, plan):
     if "local" in plan:
         run = minipar.train(make, batch, plan, cluster=clusters(2), steps=4, loss=None, dtype=torch.float64, check=True,
                             progress=False)  # fmt: skip
-        assert run.max_gradient_error() < 1e-10
+        assert run.max_error() < 1e-10
         return
     run = assert_equals_plain_torch(
         clusters, plan, make, batch, None, SGD, plain_loss=lambda output, y: output, call=call, pairs=(batch, None),
@@ -249,7 +249,7 @@ def test_own_losses_that_are_no_mean(clusters):
         train(Contrast, pairs, "dp=2")
     with pytest.raises(PlanError, match="it is a mean neither over rows"):
         train(GPT, (words(), uneven(-1)), "dp=2", loss=weighted(None, count=lambda batch: len(batch[0])))
-    assert train(Contrast, pairs, "pp=2", check=True).max_gradient_error() < 1e-12  # (one part)
+    assert train(Contrast, pairs, "pp=2", check=True).max_error() < 1e-12  # (one part)
     with pytest.warns(UserWarning, match="the model draws random numbers for its loss"):
         train(Noisy, (drawn(12, 6), drawn(12)), "dp=2")
     with pytest.raises(PlanError, match="loss=None: the model gives a Tensor, in which there is no loss"):

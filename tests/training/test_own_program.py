@@ -21,7 +21,7 @@ def run(clusters, ranks=2, steps=2, **given):
         MODEL, rows(9), cluster=clusters(ranks), steps=steps, loss=torch.nn.functional.mse_loss,
         dtype=torch.float64, check=True, progress=False, **given,
     )  # fmt: skip
-    assert done.max_gradient_error() <= 1e-12
+    assert done.max_error() <= 1e-12
     return done
 
 

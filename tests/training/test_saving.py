@@ -348,7 +348,7 @@ def test_train_save_resume(clusters, tmp_path):
         assert then.first_step == 2
         assert first.losses + then.losses == pytest.approx(whole.losses, rel=1e-12)
         assert then.losses == pytest.approx(then.reference.losses, rel=1e-12)
-        assert then.max_gradient_error() < 1e-12
+        assert then.max_error() < 1e-12
     then.save(tmp_path)
     assert open_folder(tmp_path).header.step == 4
     assert len(list(tmp_path.iterdir())) == 2  # the index, and one step
@@ -497,7 +497,7 @@ def test_complex_parameters_and_buffers(clusters, tmp_path):
     given = {"batch": 8, "dtype": torch.float64, **keys}
     first, second = (clusters(Plan.parse(text).ranks) for text in (before, after))
     whole = train(rotating, Stream(), after, cluster=second, steps=4, check=True, **given)
-    assert whole.max_gradient_error() <= 1e-12
+    assert whole.max_error() <= 1e-12
     train(rotating, Stream(), before, cluster=first, steps=2, save=tmp_path / "run", **given)
     rest = resume(tmp_path / "run", rotating, Stream(), after, cluster=second, steps=2, **keys)
     for mine, plain in zip(rest.losses, whole.losses[2:], strict=True):

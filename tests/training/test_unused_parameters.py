@@ -58,7 +58,7 @@ def test_weight_decay_leaves_what_nothing_uses(clusters, words):
     decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     found = train(model, Data(), plan, cluster=clusters(plan.ranks), steps=3, batch=12, loss=mse, dtype=torch.float64,
                   optimizer=decaying, check=True, progress=False)  # fmt: skip
-    assert found.max_gradient_error() <= 1e-10
+    assert found.max_error() <= 1e-10
     made, expected = state_of(found), found.reference.parameters
     for name, value in expected.items():
         assert (made[name] - value).abs().max() <= 1e-10, name

@@ -112,8 +112,25 @@ def collect(executor: Executor, outline: Outline, served: bool = False) -> Itera
                 yield from part.of_whole(executor.cuts.get(parameter_of(part.key)))
     for l, layer in executor.compute.layers.items():  # replicas may differ in buffers: those of the first one count
         if program.is_first(rank, "") and rank == _holders(executor, (l,))[0]:
-            for name, values in _buffers(layer, outline.prefixes[l]):
-                yield Slice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
+            yield from _slices(layer, outline.prefixes[l])
+
+
+def everything(executor: Executor, outline: Outline) -> Iterator[Slice]:
+    """What this rank has of parameters and buffers, also what other ranks have, too: those that share or repeat its
+    layers. No copies are made of parameters."""
+    whole = [p for line in executor.state.lines if line.place is not None for p in line.params if not line.apart]
+    pieces = [piece for piece, _ in held(executor)] + [whole_piece(executor.names[id(p)], p) for p in whole]
+    for piece in pieces:  # (the layers may have more than the slices that are updated)
+        for mine in elements_of(piece, {}):
+            yield from mine.of_whole(executor.cuts.get(parameter_of(mine.key)))
+    for l, layer in executor.compute.layers.items():
+        yield from _slices(layer, outline.prefixes[l])
+
+
+def _slices(layer: nn.Module, prefix: str) -> Iterator[Slice]:
+    """Copies of the buffers of a layer."""
+    for name, values in _buffers(layer, prefix):
+        yield Slice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
 
 def parameter_of(key: str) -> str:
@@ -228,14 +245,19 @@ def restore_pieces(pieces: Sequence[Updated], optimizers: Sequence[torch.optim.O
 
 def read_whole(source: Reading) -> dict[str, dict[str, Any]]:
     """All that was saved, as whole tensors by name: parameters, buffers, and each parameter's states."""
+    return by_kind((key, _state(source, key)) for key in source.everything())
+
+
+def by_kind(elements: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Values by their keys, as parameters, buffers, and states of each parameter, by name."""
     found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "states": {}}
-    for key in source.everything():
+    for key, value in elements:
         kind, _, name = key.partition("/")
         if kind == "optimizer":
             state, _, name = name.partition("/")
-            found["states"].setdefault(name, {})[state] = _state(source, key)
+            found["states"].setdefault(name, {})[state] = value
         else:
-            found[kind][name] = read_one(source, key)
+            found[kind][name] = value
     return found
 
 

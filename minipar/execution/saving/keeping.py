@@ -23,7 +23,9 @@ from minipar.execution.executor import Executor
 from minipar.execution.lines import Slice, assemble
 from minipar.execution.saving.contents import (
     Outline,
+    by_kind,
     collect,
+    everything,
     optimizer_name,
     read_one,
     read_whole,
@@ -141,6 +143,13 @@ class Storing:
             share = self.brought(header, pieces, int(total), executor.copies is not None)
             return replace(share, pieces=(), reason=reason) if reason else share
 
+    @staticmethod
+    def model(executor: Executor, outline: Outline) -> list[Slice]:
+        """In a rank: what it has of parameters and buffers, by itself."""
+        with executor.all_here():
+            copied = executor.copies is not None
+            return [piece._replace(values=_by_itself(piece.values, copied)) for piece in everything(executor, outline)]
+
     def brought(self, header: Header, pieces: Sequence[Slice], total: int, copied: bool = False) -> Share:
         """Pieces for the driver, `copied` or not, if it wants the state of the run, which has `total` bytes."""
         if self.keep is None or total <= self.keep:
@@ -197,9 +206,15 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
     """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
+    found = whole_of(shares, what)
+    return {**found["parameters"], **found["buffers"]}
+
+
+def whole_of(shares: Sequence[Share], what: str) -> dict[str, dict[str, Any]]:
+    """What the ranks returned, as whole tensors by name: parameters, buffers, and each parameter's states."""
     _, pieces = _joined(shares, what)
-    found = assemble(piece for piece in pieces if not piece.key.startswith("optimizer/"))
-    return {key.partition("/")[2]: whole for key, whole in found.items()}
+    numbers = {piece.key for piece in pieces if piece.number}
+    return by_kind((key, whole.item() if key in numbers else whole) for key, whole in assemble(pieces).items())
 
 
 def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
