@@ -52,10 +52,12 @@ class PlanError(MiniparError):
 
     operator   the one of a layer that cannot be divided so; "" if the error is about something else
     shared     the parameter that layers share, and would have in different forms
+    layer      the number of the layer that ranks cannot share so; None if the error is about something else
     """
 
     operator: str = ""
     shared: str = ""
+    layer: int | None = None
 
 
 class ProgramError(MiniparError):

@@ -33,6 +33,7 @@ def assert_equals_plain_torch(
     call: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     pairs: Any = None,
     batch: int = 8,
+    bound: float = BOUND,
 ) -> Run:
     """Train in float64 both ways. plain_loss: of a plain loop, where its penalty stands in the loss itself. call: the
     plain model, with rows x. pairs: of the plain loop, what `data` are read as: a pair, or one for each step."""
@@ -40,13 +41,16 @@ def assert_equals_plain_torch(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make()
+        if any(map(nn.parameter.is_lazy, model.parameters())):
+            call(model, pairs[0])
     for p in model.parameters():
         p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
     for module in model.modules():
         module._buffers.update({k: b.double() for k, b in module._buffers.items() if b.is_floating_point()})
     own, losses, gradients = optimizer(list(model.parameters())), [], []
     for step in range(steps):
-        x, y = pairs[step] if isinstance(pairs, list) else pairs if isinstance(pairs, tuple) else pairs.batch(step, 8)
+        found = pairs[step] if isinstance(pairs, list) else pairs if isinstance(pairs, tuple) else pairs.batch(step, 8)
+        x, y = _double(found)
         own.zero_grad()
         value = (loss if plain_loss is None else plain_loss)(call(model, x), y)
         value.backward()
@@ -55,13 +59,21 @@ def assert_equals_plain_torch(
         own.step()
     run = train(make, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=steps, batch=batch, loss=loss,
                 optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
-    assert run.losses == pytest.approx(losses, rel=BOUND)
+    assert run.losses == pytest.approx(losses, rel=bound)
     for found, expected in zip(run.gradients, gradients, strict=True):
-        _same({n: found[n] for n in expected}, expected)
-    _same(model_of(run.shares, "test"), dict(model.named_parameters()))
+        _same({n: found[n] for n in expected}, expected, bound)
+    _same(model_of(run.shares, "test"), dict(model.named_parameters()), bound)
     return run
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     for name, values in expected.items():
-        assert torch.allclose(found[name], values, BOUND, BOUND), name
+        assert torch.allclose(found[name], values, bound, bound), name
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _double(part) for key, part in value.items()}
+    return type(value)(map(_double, value)) if isinstance(value, (tuple, list)) else value

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
-from minipar.models.tensors import dtype_name
+from minipar.models.network import Network
+from minipar.models.tensors import arguments, dtype_name, map_tensors
 
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -60,6 +62,18 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
             "which leaves everything as it is, or a model of one type"
         )
     _change(model, dtype)
+
+
+def find_sizes(model: nn.Module, x: Any) -> None:
+    """Give the parameters of lazy modules their sizes and first values, by a forward of rows x in evaluation mode."""
+    x = map_tensors(x, lambda t: t.to(torch.get_default_dtype()) if t.is_floating_point() else t)
+    modes = [(module, module.training) for module in model.modules()]
+    layered = type(model).forward in (nn.Sequential.forward, Network.forward)
+    args, named = ((x,), {}) if layered else arguments(model, x)
+    with torch.no_grad():
+        model.eval()(*args, **named)
+    for module, mode in modes:
+        module.training = mode
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from minipar.cluster import Cluster, launch, worker
 from minipar.cluster.launched import driven, given_or_here
@@ -28,7 +29,7 @@ from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
 from minipar.errors import MiniparError, PlanError, RankError
 from minipar.execution import naming_layers
-from minipar.execution.dtypes import check_narrow, convert, matching, narrow
+from minipar.execution.dtypes import check_narrow, convert, find_sizes, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, PassRecord
@@ -154,11 +155,13 @@ class Job:
             torch.manual_seed(self.seed)
             model: Any = self.model
             built = model if isinstance(model, (nn.Module, list, tuple)) else model()
-        model = nn.Sequential(*built) if isinstance(built, (list, tuple, nn.ModuleList)) else built
-        layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
-        if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
-            kind = type(model).__name__
-            raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
+            model = nn.Sequential(*built) if isinstance(built, (list, tuple, nn.ModuleList)) else built
+            layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
+            if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
+                kind = type(model).__name__
+                raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
+            if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+                find_sizes(model, take_rows(self.sample(2)[0][0], range(2)))
         convert(model, self.dtype)
         if type(model) in (nn.Sequential, Network):
             unregistered.register(model)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from minipar.errors import RankError
 from minipar.models.parameter_groups import shape_of
@@ -54,9 +53,6 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
                     "up; possible is sparse=False"
                 )
         for name, p in layer.named_parameters():
-            if isinstance(p, UninitializedParameter):
-                what = "has no shape yet; possible after a forward of the lazy module"
-                raise RankError(f"layer {k}: parameter {name} {what}")
             if p.layout is not torch.strided or p.is_quantized or p.is_nested:
                 raise RankError(f"layer {k}: parameter {name} is of layout {p.layout}; possible are dense tensors")
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):

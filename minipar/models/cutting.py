@@ -7,9 +7,11 @@ check       checks on an example that the layers give the model's output and gra
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -156,13 +158,13 @@ def hold_tensor(root: nn.Module, path: str, tensor: Tensor) -> None:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def units_of(model: nn.Module) -> dict[str, nn.Module]:
+def units_of(model: nn.Module, fine: bool) -> dict[str, nn.Module]:
     """The modules of a model that are not looked into, by their paths: blocks, and what is called beside them."""
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
 
     def walk(path: str, module: nn.Module) -> None:
-        if path and is_unit(module, path, modules):
+        if path and is_unit(module, path, modules, fine):
             found[path] = module
             return
         for name, child in module._modules.items():
@@ -173,8 +175,12 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def is_unit(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is not looked into: an element of a container, or one that has no container of blocks."""
+def is_unit(module: nn.Module, path: str, modules: Mapping[str, nn.Module], fine: bool) -> bool:
+    """Whether a module is not looked into: an element of a container, or one that has no container of blocks; if fine,
+    one of torch's own, or one without modules."""
+    if fine:
+        own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+        return own or not module._modules
     if isinstance(module, _CONTAINERS):
         return is_inside(path, modules) or (isinstance(module, nn.Sequential) and not is_spine(module))
     return is_inside(path, modules) or not any(
@@ -196,6 +202,24 @@ def is_spine(module: nn.Module) -> bool:
     trained = [child for child in children if next(child.parameters(), None) is not None]
     compound = [child for child in trained if sum(bool(m._parameters) for m in child.modules()) > 1]
     return len(compound) >= 2 or len(trained) >= 4
+
+
+def first_line(error: Exception) -> str:
+    """What an error says: its first sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+
+
+def statement(error: Exception) -> str:
+    """Where in the user's code an error arose, and the statement there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    own = [one for one in frames if not one.filename.startswith(inside) and not one.filename.startswith("<eval")]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+
+
+def versions(modules: Mapping[str, nn.Module]) -> dict[str, list[int]]:
+    """The versions of the buffers of modules: others after a call that has changed them."""
+    return {path: [buffer._version for buffer in module.buffers()] for path, module in modules.items()}
 
 
 @contextmanager

@@ -30,12 +30,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from minipar.errors import PlanError
-from minipar.models.cutting import Layered, check, is_inside, undisturbed, units_of
+from minipar.models.cutting import Layered, check, first_line, is_inside, undisturbed, units_of, versions
 from minipar.models.tensors import (
     EMPTIED,
     count_rows,
     dtype_name,
     dtype_named,
+    items_of,
     map_tensors,
     named_tensors,
     rebuilt,
@@ -63,6 +64,7 @@ class Cut:
     given     the sources that are tensors of the input, or that a call gave
     end       the sources of the model's output
     changed   the sources that are changed in place between calls: each layer changes a copy
+    counting  the modules whose buffers their calls change
     """
 
     paths: list[str] = field(default_factory=list)
@@ -70,6 +72,7 @@ class Cut:
     given: set[Source] = field(default_factory=set)
     end: set[Any] = field(default_factory=set)
     changed: set[Source] = field(default_factory=set)
+    counting: set[str] = field(default_factory=set)
 
 
 # one run of the example -----------------------------------------------------------------------------------------------
@@ -111,8 +114,8 @@ def _all_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list, set)):
         for part in value:
             yield from _all_tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
+    else:
+        for part in items_of(value).values():
             yield from _all_tensors(part)
 
 
@@ -121,13 +124,13 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
     found, sources = Cut(), _Sources()
     for name, parameter in model.named_parameters():
         sources.name(parameter, {name})
-    versions: list[tuple[Source, Tensor, int]] = []
+    seen: list[tuple[Source, Tensor, int]] = []
 
     def note(call: int, value: Any) -> None:
         for place, one in named_tensors(value, ""):
             sources.name(one, {(call, place)})
             found.given.add((call, place))
-            versions.append(((call, place), one, one._version))
+            seen.append(((call, place), one, one._version))
 
     note(_GIVEN, example)
 
@@ -144,7 +147,7 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
     for path, unit in units.items():
         for name, _ in unit.named_buffers():
             shared.pop(f"{path}.{name}", None)
-    before = {name: buffer._version for name, buffer in shared.items()}
+    before, own = {name: buffer._version for name, buffer in shared.items()}, versions(units)
     with undisturbed(model), torch.no_grad(), _intercepted(units, around), sources:
         found.end = sources.of(call(model, example))
         computed = sorted({found.paths[one[0]] for one in sources.read if one[0] in range(len(found.paths))})
@@ -156,7 +159,8 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
         for name, buffer in shared.items():
             if buffer._version != before[name]:
                 raise PlanError(f"model: buffer {name} changes between the calls of modules; put that into a module")
-    found.changed = {source for source, one, version in versions if one._version != version}
+    found.changed = {source for source, one, version in seen if one._version != version}
+    found.counting = {path for path, numbers in versions(units).items() if numbers != own[path]}
     return found
 
 
@@ -317,8 +321,8 @@ def _lit(value: Any, device: torch.device) -> Any:
         return _hollow(torch.empty((), dtype=dtype_named(value[-1]), device=device), value[1:-1])
     if isinstance(value, (tuple, list)):
         return rebuilt(type(value), [_lit(part, device) for part in value])
-    if isinstance(value, Mapping):
-        return rebuilt(type(value), [_lit(part, device) for part in value.values()], list(value), value)
+    if items := items_of(value):
+        return rebuilt(type(value), [_lit(part, device) for part in items.values()], list(items), value)
     return value
 
 
@@ -333,13 +337,13 @@ def _hollow(like: Tensor, shape: Sequence[int]) -> Tensor:
 # the model's parts in each layer --------------------------------------------------------------------------------------
 
 
-def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
+def at_blocks(model: nn.Module, example: Any, call: Call, fine: bool = False) -> Layered:
     """A model in layers, cut after the call of each of its blocks: the elements of its nn.ModuleLists and
-    nn.Sequentials; if it has no two of them, all modules with parameters that are called.
+    nn.Sequentials; if it has no two of them, or if fine, all modules with parameters that are called.
 
     Errors: PlanError if there are no two blocks, or if the layers do not compute what the model does on the example.
     """
-    units, modules = units_of(model), dict(model.named_modules())
+    units, modules = units_of(model, fine), dict(model.named_modules())
     try:
         cut = record(model, example, call, units)
         if cut.paths != _paths_of_one_row(model, example, call, units, cut.paths):
@@ -350,22 +354,32 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
     except PlanError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
         raise PlanError(
-            f"model: {type(model).__name__} fails on the example: {type(error).__name__}: {reason[0]}"
+            f"model: {type(model).__name__} fails on the example: {type(error).__name__}: {first_line(error)}"
         ) from error
     blocks = [path for path in cut.paths if is_inside(path, modules)]
-    if len(blocks) < 2:
+    if fine or len(blocks) < 2:
         blocks = [path for path in cut.paths if next(units[path].parameters(), None) is not None]
+    way = "cut between its blocks, its forward runs in each layer"
+    try:
+        return check(model, Layered(_layers(model, call, cut, blocks, units, True), model), example, call, way)
+    except Exception:  # such as an index that is not there any more, in what the forward does again for nobody
+        return check(model, Layered(_layers(model, call, cut, blocks, units, False), model), example, call, way)
+
+
+def _layers(
+    model: nn.Module, call: Call, cut: Cut, blocks: Collection[str], units: dict[str, nn.Module], sparing: bool
+) -> dict[str, nn.Module]:
+    """The layers by their names. If sparing, only what later layers need crosses the cuts."""
     layers: dict[str, nn.Module] = {}
     emptied: dict[str, nn.Module] = {}  # units as they stand in layers that do not call them
     holders: dict[str, range] = {}
     for own in _ranges(cut, blocks, units):
         for path in {cut.paths[k] for k in own}:
-            if holders.setdefault(path, own) != own and next(units[path].buffers(), None) is not None:
+            if holders.setdefault(path, own) != own and path in cut.counting:
                 raise PlanError(
-                    f"model: module {path} has buffers and is called in two layers, which may be on two ranks; give "
-                    "each use a module of its own"
+                    f"model: module {path} changes its buffers and is called in two layers, which may be on two ranks; "
+                    "give each use a module of its own"
                 )
         after = [*cut.needs[own.stop :], cut.end]
         later = set().union(*after) if own.stop < len(cut.paths) else set()
@@ -375,12 +389,12 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
             unused = {name for name, _ in model.named_parameters() if not name.startswith(inside)}
             used |= cut.end | unused - set().union(*cut.needs)
         given = {one for one in cut.given if one[0] < own.stop}
+        drops = given - later if sparing else set()
         title = next((cut.paths[k] for k in own if cut.paths[k] in blocks), cut.paths[own.start]).replace(".", "_")
-        layer = _layer(
-            model, call, cut, own, given, given - later, units, {one for one in used if isinstance(one, str)}, emptied
-        )
+        needed = {one for one in used if isinstance(one, str)}
+        layer = _layer(model, call, cut, own, given, drops, units, needed, emptied)
         layers[title if title not in layers else f"{title}_again_{own.start}"] = layer
-    return check(model, Layered(layers, model), example, call, "cut between its blocks, its forward runs in each layer")
+    return layers
 
 
 def _paths_of_one_row(

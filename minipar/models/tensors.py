@@ -1,4 +1,5 @@
-"""Inputs and outputs of layers: a tensor, or nested tuples, lists and dicts of such values; and functions for them.
+"""Inputs and outputs of layers: a tensor, or nested tuples, lists, dicts and dataclasses of such values; and functions
+for them.
 
 In addition to tensors a value may contain None, numbers, strings and similar constants, which do not change. A dict may
 have any type that can be made from items, such as the outputs of Hugging Face's models. The order of its items counts.
@@ -75,9 +76,7 @@ def tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in tensors(part)]
-    if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in tensors(part)]
-    return []
+    return [tensor for part in items_of(value).values() for tensor in tensors(part)]
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -87,8 +86,8 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (tuple, list)):
         for k, part in enumerate(value):
             yield from named_tensors(part, f"{name}[{k}]")
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    else:
+        for key, part in items_of(value).items():
             yield from named_tensors(part, f"{name}[{key!r}]")
 
 
@@ -98,8 +97,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         return rebuilt(type(value), [map_tensors(part, change) for part in value])
-    if isinstance(value, Mapping):
-        return rebuilt(type(value), [map_tensors(part, change) for part in value.values()], list(value), value)
+    if items := items_of(value):
+        return rebuilt(type(value), [map_tensors(part, change) for part in items.values()], list(items), value)
     return value
 
 
@@ -127,8 +126,17 @@ def mark_undivided(x: Any, without: Collection[str]) -> Any:
     return map_tensors(x, lambda t: Undivided(t) if next(names) in without else t) if without else x
 
 
+def items_of(value: Any) -> Mapping[Any, Any]:
+    """The items of a dict, or the fields of a dataclass; of anything else none."""
+    if isinstance(value, Mapping):
+        return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Undivided)):
+        return {}
+    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+
+
 def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
-    """A tuple, list or dict of type `kind` with these parts."""
+    """A tuple, list, dict or dataclass of type `kind` with these parts."""
     if issubclass(kind, Mapping):
         items = dict(zip(keys, parts, strict=True))
         if kind is dict:
@@ -136,6 +144,11 @@ def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: An
         if issubclass(kind, defaultdict):
             return kind(getattr(like, "default_factory", None), items)
         return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(kind):
+        found = object.__new__(kind)
+        for key, part in zip(keys, parts, strict=True):
+            object.__setattr__(found, key, part)
+        return found
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[call-arg]
 
 
@@ -203,9 +216,9 @@ def opaque(value: Any) -> str | None:
         return None
     if isinstance(value, (tuple, list)):
         return next((found for part in value if (found := opaque(part))), None)
-    if isinstance(value, Mapping):
-        return next((found for part in value.values() if (found := opaque(part))), None)
-    return _path(type(value))
+    if items := items_of(value):
+        return next((found for part in items.values() if (found := opaque(part))), None)
+    return None if isinstance(value, Mapping) else _path(type(value))
 
 
 def overwrites(layer: nn.Module) -> bool:
@@ -317,11 +330,12 @@ def spec(value: Any) -> Any:
         return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, (tuple, list)):
         return [_path(type(value)), [spec(part) for part in value]]
-    if isinstance(value, Mapping):
-        keys = list(value)
+    items = items_of(value)
+    if items or isinstance(value, Mapping):
+        keys = list(items)
         if not all(key is None or isinstance(key, (bool, int, float, str)) for key in keys):
             raise TypeError(f"layers can hand on dicts whose keys are strings or numbers to another rank; not {keys}")
-        return [_path(type(value)), [spec(part) for part in value.values()], keys]
+        return [_path(type(value)), [spec(part) for part in items.values()], keys]
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"is": value}
     raise TypeError(

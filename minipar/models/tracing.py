@@ -13,12 +13,10 @@ that later layers need, so a skip connection goes through the layers that it ski
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,19 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from minipar.errors import PlanError
-from minipar.models.cutting import Holder, Layered, check, hold_tensor, is_inside, is_spine, is_unit, undisturbed
+from minipar.models.cutting import (
+    Holder,
+    Layered,
+    check,
+    first_line,
+    hold_tensor,
+    is_inside,
+    is_spine,
+    is_unit,
+    statement,
+    undisturbed,
+    versions,
+)
 from minipar.models.network import Network
 from minipar.models.replaying import Whole, at_blocks
 from minipar.models.tensors import arguments, count_bytes, opaque, rebuilt
@@ -55,14 +65,18 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
         way = "the elements of an nn.Sequential"
         named = {_key(path): _Only(path, module) for path, module in found}
         return check(model, Layered(named, model), example, _call, way)
-    try:
-        return _between_operators(model, example)
-    except PlanError as error:
-        try:
-            return at_blocks(model, example, _call)
-        except PlanError as other:
-            own = other.reason.removeprefix("model: ")
-            raise PlanError(f"{error.reason}; with its forward run in each layer, {own}", error.details) from error
+    errors: list[PlanError] = []
+    for fine in (False, True):
+        for rung in (_between_operators, partial(at_blocks, call=_call)):
+            try:
+                return rung(model, example, fine=fine)
+            except PlanError as error:
+                errors.append(error)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {first_line(error)}{statement(error)}"
+                errors.append(PlanError(f"model: the forward of {type(model).__name__} fails in layers: {reason}"))
+    own = errors[1].reason.removeprefix("model: ")
+    raise PlanError(f"{errors[0].reason}; with its forward run in each layer, {own}", errors[0].details) from errors[0]
 
 
 def in_layers(model: nn.Module, example: Any) -> nn.Sequential:
@@ -74,17 +88,21 @@ def in_layers(model: nn.Module, example: Any) -> nn.Sequential:
         return check(model, whole, example, _call, f"one layer, since {error.reason.removeprefix('model: ')}")
 
 
-def _between_operators(model: nn.Module, example: Any) -> Layered:
+def _between_operators(model: nn.Module, example: Any, fine: bool) -> Layered:
     """A model cut between the operators that torch.fx traces. Errors: PlanError."""
-    graph, whole = _traced(model, example)
+    graph, whole = _traced(model, example, fine)
+    before = versions(dict(whole.named_modules()))
     with undisturbed(model):
-        segments = _segments(graph, whole, _run(graph, whole, example))
+        segments = _segments(graph, whole, _run(graph, whole, example), fine)
+    after = versions(dict(whole.named_modules()))
     if len(segments) < 2:
         raise PlanError(
             f"model: {type(model).__name__} has no two blocks to cut between; possible are models whose forward calls "
             "several modules with parameters"
         )
-    return check(model, Layered(_pieces(graph, whole, segments), model), example, _call, "cut between its blocks")
+    changing = {path for path, found in after.items() if found != before[path]}
+    pieces = _pieces(graph, whole, segments, changing)
+    return check(model, Layered(pieces, model), example, _call, "cut between its blocks")
 
 
 def _call(model: nn.Module, example: Any) -> Any:
@@ -152,15 +170,15 @@ class _Whole(nn.Module):
 class _Tracer(fx.Tracer):
     """Traces only modules that contain blocks, and treats all others as leaves."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, whole: nn.Module, fine: bool) -> None:
         super().__init__()
-        self.modules = dict(whole.named_modules())
+        self.modules, self.fine = dict(whole.named_modules()), fine
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name + "." != _WHOLE and is_unit(m, module_qualified_name, self.modules)
+        return module_qualified_name + "." != _WHOLE and is_unit(m, module_qualified_name, self.modules, self.fine)
 
 
-def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
+def _traced(model: nn.Module, example: Any, fine: bool) -> tuple[fx.Graph, _Whole]:
     """What the model does between its blocks. Errors: PlanError if this cannot be traced."""
     modes = [(module, module.training) for module in model.modules()]
     traced = []
@@ -169,13 +187,12 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
             for module, own in modes:
                 module.training = own if mode is model.training else not own
             whole = _Whole(model, example)
-            traced.append((_Tracer(whole).trace(whole), whole))
+            traced.append((_Tracer(whole, fine).trace(whole), whole))
             for module, own in modes:
                 module.training = own
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PlanError(
-            f"model: the forward of {type(model).__name__} cannot be traced: {reason[0]}{_statement(error)}",
+            f"model: the forward of {type(model).__name__} cannot be traced: {first_line(error)}{statement(error)}",
             "Outside of its blocks a forward may not branch on the values of tensors or iterate over them. Ways out: "
             "put such code into modules of their own, in an nn.ModuleList or nn.Sequential (blocks are not looked "
             "into); write the model as an nn.Sequential; or, of Hugging Face's, use models.from_transformers.",
@@ -190,14 +207,6 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
             "of its blocks, such as F.dropout(x, training=self.training); use a module there, such as nn.Dropout"
         )
     return traced[0]
-
-
-def _statement(error: Exception) -> str:
-    """Where in the user's code an error arose, and the statement there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-    own = [one for one in frames if not one.filename.startswith(inside) and not one.filename.startswith("<eval")]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
 # cutting --------------------------------------------------------------------------------------------------------------
@@ -284,10 +293,10 @@ def _references(given: Any) -> Any:
     return map_aggregate(given, reference)
 
 
-def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known]) -> list[list[fx.Node]]:
+def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known], fine: bool) -> list[list[fx.Node]]:
     """The operations of each layer. The cuts are between blocks, where later layers need the fewest bytes."""
     nodes = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
-    tracer = _Tracer(whole)
+    tracer = _Tracer(whole, fine)
     trains = [_trains(node, whole) for node in nodes]
     blocks = [k for k, node in enumerate(nodes) if trains[k] and node.op == "call_module"]
     inside = [k for k in blocks if is_inside(str(nodes[k].target), tracer.modules)]
@@ -354,8 +363,10 @@ class _Piece(Holder):
         return values[self.gives[0]] if len(self.gives) == 1 else tuple(values[name] for name in self.gives)
 
 
-def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -> dict[str, nn.Module]:
-    """One layer for each segment."""
+def _pieces(
+    graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]], changing: Collection[str]
+) -> dict[str, nn.Module]:
+    """One layer for each segment. `changing`: the modules whose buffers their calls change."""
     (given,) = [node for node in graph.nodes if node.op == "placeholder"]
     (end,) = [node for node in graph.nodes if node.op == "output"]
     holders: dict[str, int] = {}
@@ -376,10 +387,10 @@ def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -
         for node in segment:
             if node.op == "call_module":
                 path = str(node.target)
-                held[path.removeprefix(_WHOLE)] = module = whole.get_submodule(path)
-                if holders.setdefault(path, k) != k and next(module.buffers(), None) is not None:
+                held[path.removeprefix(_WHOLE)] = whole.get_submodule(path)
+                if holders.setdefault(path, k) != k and path in changing:
                     raise PlanError(
-                        f"model: module {path.removeprefix(_WHOLE)} has buffers and is used in layers "
+                        f"model: module {path.removeprefix(_WHOLE)} changes its buffers and is used in layers "
                         f"{holders[path]} and {k}, which may be on two ranks; give each use a module of its own"
                     )
         piece = _Piece(held, steps, takes, gives, _references(end.args[0]) if final else None)

@@ -12,7 +12,9 @@ their parameters' values are captured once.
 from __future__ import annotations
 
 import contextlib
+import io
 import linecache
+import logging
 import operator
 import re
 from collections import Counter
@@ -27,6 +29,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from minipar.errors import PlanError
+from minipar.models.cutting import first_line
 from minipar.models.network import edges_of
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
@@ -320,12 +323,15 @@ def _plain(name: str, value: Any) -> object:
 @contextlib.contextmanager
 def _without_sources() -> Iterator[None]:
     """Forget the sources of the graphs that torch makes meanwhile. It keeps each of them for tracebacks, for ever: a
-    process that captures again and again would grow."""
-    loader = fx.graph_module._loader
+    process that captures again and again would grow. And log nothing: what cannot be captured is computed whole."""
+    loader, quiet = fx.graph_module._loader, logging.root.manager.disable
     before = set(loader.eval_cache)
+    logging.disable(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # (torch prints the graph of what it cannot capture)
+            yield
     finally:
+        logging.disable(quiet)
         for key in loader.eval_cache.keys() - before:
             del loader.eval_cache[key]
             linecache.cache.pop(key, None)
@@ -349,9 +355,8 @@ def capture_layer(
         with _without_sources():
             program = torch.export.export(module, (example, *slice_of), strict=False)
     except Exception as error:  # whatever the user's code or torch raises
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PlanError(
-            f"{type(module).__name__}: torch.export cannot capture this layer: {reason[0]}",
+            f"{type(module).__name__}: torch.export cannot capture this layer: {first_line(error)}",
             "It stays possible to train it without tensor parallelism. Code may not branch on the values of tensors; "
             "a part that does can be an operator of its own (torch.library.custom_op) with a rule.",
         ) from error

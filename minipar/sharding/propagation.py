@@ -641,44 +641,48 @@ def propagate_model(
     placements = parsed(inputs, mesh, None, "inputs")
     tokens = {axis for axis, p in placements.items() if p.kind == "S" and p.dim == 1}
     for number, layer in enumerate(layers):
-        graph = layer.graph
-        fixed = resolve(layer, annotations, mesh, used)
-        if handed is None:
-            known = [whole(mesh)] * len(graph.inputs)
-            for axis, p in placements.items():
-                known = [
-                    form.put(axis, p) if p.kind != "S" or p.dim < len(graph.tensors[name].shape) else form
-                    for name, form in zip(graph.inputs, known, strict=True)
-                ]
-        elif len(handed) != len(graph.inputs):
-            raise PlanError(
-                f"layer {number} reads {len(graph.inputs)} tensors, and layer {number - 1} hands on {len(handed)}; "
-                "propagation takes chains of layers"
-            )
-        else:
-            known = handed
-        given = dict(zip(graph.inputs, known, strict=True))
-        if before is not None and graph.before:
-            carried = before.shardings[number]
-            given |= zip(graph.before, [carried.carried[name] for name in carried.graph.after], strict=True)
-        for name, form in given.items():
-            local_shape(graph.tensors[name].shape, form, mesh, f"layer {number}: {name}")
-        for name in graph.parameters:
-            if layer.own(name) in parameters:
-                for axis, p in parameters[layer.own(name)].items():
-                    fixed.setdefault(name, {}).setdefault(axis, (p, "the layer that shares it"))
-        key = (
-            id(graph), tuple(sorted(given.items(), key=lambda item: item[0])),
-            tuple((name, axis, p) for name, one in sorted(fixed.items()) for axis, (p, _) in sorted(one.items())),
-        )  # fmt: skip
-        if key not in done:
-            done[key] = _propagate(layer, fixed, mesh, given, chosen, tokens)
-        sharding = done[key]
-        found.append(sharding)
-        read = {name for op in graph.operators for name in op.inputs}
-        for name in read.intersection(graph.parameters):
-            parameters.setdefault(layer.own(name), sharding.forms[name])
-        handed = [sharding.forms[name] for name in graph.outputs]
+        try:
+            graph = layer.graph
+            fixed = resolve(layer, annotations, mesh, used)
+            if handed is None:
+                known = [whole(mesh)] * len(graph.inputs)
+                for axis, p in placements.items():
+                    known = [
+                        form.put(axis, p) if p.kind != "S" or p.dim < len(graph.tensors[name].shape) else form
+                        for name, form in zip(graph.inputs, known, strict=True)
+                    ]
+            elif len(handed) != len(graph.inputs):
+                raise PlanError(
+                    f"layer {number} reads {len(graph.inputs)} tensors, and layer {number - 1} hands on {len(handed)}; "
+                    "propagation takes chains of layers"
+                )
+            else:
+                known = handed
+            given = dict(zip(graph.inputs, known, strict=True))
+            if before is not None and graph.before:
+                carried = before.shardings[number]
+                given |= zip(graph.before, [carried.carried[name] for name in carried.graph.after], strict=True)
+            for name, form in given.items():
+                local_shape(graph.tensors[name].shape, form, mesh, f"layer {number}: {name}")
+            for name in graph.parameters:
+                if layer.own(name) in parameters:
+                    for axis, p in parameters[layer.own(name)].items():
+                        fixed.setdefault(name, {}).setdefault(axis, (p, "the layer that shares it"))
+            key = (
+                id(graph), tuple(sorted(given.items(), key=lambda item: item[0])),
+                tuple((name, axis, p) for name, one in sorted(fixed.items()) for axis, (p, _) in sorted(one.items())),
+            )  # fmt: skip
+            if key not in done:
+                done[key] = _propagate(layer, fixed, mesh, given, chosen, tokens)
+            sharding = done[key]
+            found.append(sharding)
+            read = {name for op in graph.operators for name in op.inputs}
+            for name in read.intersection(graph.parameters):
+                parameters.setdefault(layer.own(name), sharding.forms[name])
+            handed = [sharding.forms[name] for name in graph.outputs]
+        except PlanError as error:
+            error.layer = number
+            raise
     check_used(annotations, used, layers)
     parts = {axis for axis, p in placements.items() if p.kind == "S"}
     return ModelSharding(tuple(layers), tuple(found), tuple(_ends(layers, found, mesh, chosen, parts)))

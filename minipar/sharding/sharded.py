@@ -117,8 +117,12 @@ def capture_graphs(
     )
 
 
-def _holders(model: nn.Module, parameter: str) -> dict[str, str]:
-    """The layers that share a parameter which they would read in different forms: they are computed whole."""
+def _blamed(model: nn.Module, error: PlanError, free: bool) -> dict[str, str]:
+    """The layers that are computed whole for an error, and why: those that share a parameter which they would read in
+    different forms; and if nobody has said how layers are divided (free), one that cannot be divided as was found."""
+    if not error.shared:
+        return {list(model._modules)[error.layer]: error.reason} if free and error.layer is not None else {}
+    parameter = error.shared
     (shared,) = [p for name, p in model.named_parameters() if name == parameter]
     why = f"shares {parameter} with a layer that would read it in another form"
     return {key: why for key, layer in model._modules.items() if layer and any(p is shared for p in layer.parameters())}
@@ -197,7 +201,7 @@ def local_model(
     for part, (_, size) in zip(parts_of(inputs, len(mesh)), mesh, strict=True):
         _check_slices(slices, size if part == "S1" else 1)
     rows = ROWS[0] * count, ROWS[1] * count
-    chosen = _chosen(annotations, graphs.layers[0][0], mesh)
+    chosen, undivided = _chosen(annotations, graphs.layers[0][0], mesh)
     if EXPERTS in chosen and isinstance(chosen, Preset):
         check_experts(model, mesh.length("ep") if len(mesh) > 1 else count)
     places = {axis: local.Place(own[axis], size) for axis, size in mesh}
@@ -209,8 +213,8 @@ def local_model(
             found = propagate_model(small, chosen, mesh, given, before=found)
             built.append(_nodes(model, small, large, constants, rows, found, places, known))
         except PlanError as error:
-            if error.shared and not slices:
-                holders = _holders(model, error.shared)
+            if not slices:
+                holders = _blamed(model, error, annotations is None)
                 if not holders.keys() <= graphs.whole.keys():
                     again = capture_graphs(model, count, example, slices, {**graphs.whole, **holders})
                     return local_model(model, index, sharers, example, annotations, inputs, slices, again)
@@ -233,7 +237,7 @@ def local_model(
         _add_end(layers[-1], inputs, len(mesh), graphs.found)
     nodes = _one_behind_the_other(model, built, slices) if slices else built[0]
     shared = ShardedModel(nodes, [size for _, size in mesh], inputs)
-    shared.whole = graphs.whole
+    shared.whole = dict.fromkeys(model._modules, undivided) | dict(graphs.whole) if undivided else graphs.whole
     return shared
 
 
@@ -312,14 +316,18 @@ def _nodes(
         graph = small[number].graph
         first = firsts.setdefault(id(graph), layer)
         sharding = found.shardings[number]
-        if id(sharding) not in shared:
-            templates = templates_of(graph, large[number].graph, captured)
-            shared[id(sharding)] = planned(sharding, templates, places, captured[0])
-        stored = _stored(graph, constants[number], first, layer, names)
-        nodes = nodes_of(
-            small[number], sharding, shared[id(sharding)], stored, key, places, known,
-            _dropouts(small[number], first, layer, titles), _cores(small[number], first), layer, number,
-        )  # fmt: skip
+        try:
+            if id(sharding) not in shared:
+                templates = templates_of(graph, large[number].graph, captured)
+                shared[id(sharding)] = planned(sharding, templates, places, captured[0])
+            stored = _stored(graph, constants[number], first, layer, names)
+            nodes = nodes_of(
+                small[number], sharding, shared[id(sharding)], stored, key, places, known,
+                _dropouts(small[number], first, layer, titles), _cores(small[number], first), layer, number,
+            )  # fmt: skip
+        except PlanError as error:
+            error.layer = number
+            raise
         nodes[0].state = {
             f"{key}.{name}": value
             for name, value in layer.state_dict().items()
@@ -334,14 +342,22 @@ def _placed(letter: str) -> str:
     return "I" if letter in ("", WHOLE) else letter
 
 
-def _chosen(annotations: Mapping[str, str] | None, layers: Sequence[Layer], mesh: Mesh) -> Mapping[str, str]:
-    """The annotations of a model; those that a preset leaves to the model's own names and operators are found."""
+def _chosen(
+    annotations: Mapping[str, str] | None, layers: Sequence[Layer], mesh: Mesh
+) -> tuple[Mapping[str, str], str]:
+    """The annotations of a model; those that a preset leaves to the model's own names and operators are found. And why
+    nothing is divided, if nobody has asked for annotations and there are none."""
+    if annotations is None and len(mesh) == 1:
+        try:
+            return _on_axis(automatic.default(layers, mesh.size)), ""
+        except PlanError as error:
+            return Preset(), error.reason
     if len(mesh) == 1:
-        return _on_axis(automatic.default(layers, mesh.size) if annotations is None else annotations)
+        return _on_axis(annotations or {}), ""
     found = {} if annotations is None else annotations
     if mesh.length("tp") > 1 and not any(re.search(r"\bon tp\b", text) for text in found.values()):
-        return Preset({**automatic.default(layers, mesh.length("tp")), **found})
-    return found
+        return Preset({**automatic.default(layers, mesh.length("tp")), **found}), ""
+    return found, ""
 
 
 def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:

@@ -8,14 +8,14 @@ the layer itself on the example, forward and backward. A layer that differs, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.models.cutting import undisturbed
-from minipar.models.tensors import differentiable, map_tensors, rebuilt, tensors
+from minipar.models.tensors import differentiable, items_of, map_tensors, rebuilt, tensors
 from minipar.sharding.graph import Graph, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
 
@@ -179,6 +179,6 @@ def filled(form: Any, given: Sequence[Tensor]) -> Any:
         return given[form.index]
     if isinstance(form, (list, tuple)):
         return rebuilt(type(form), [filled(part, given) for part in form])
-    if isinstance(form, Mapping):
-        return rebuilt(type(form), [filled(part, given) for part in form.values()], list(form), form)
+    if items := items_of(form):
+        return rebuilt(type(form), [filled(part, given) for part in items.values()], list(items), form)
     return form

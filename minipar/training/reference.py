@@ -74,16 +74,23 @@ class Reference:
 # the model ------------------------------------------------------------------------------------------------------------
 
 
-def build(model: Any, seed: int, dtype: torch.dtype, evaluate: bool = False) -> nn.Module:
+def build(model: Any, seed: int, dtype: torch.dtype, x: Any = None, evaluate: bool = False) -> nn.Module:
     """The user's model: a module, a list of layers, or a function that makes one of these.
 
+    x          rows, by which lazy modules find their sizes
     evaluate   put it in evaluation mode; else every module has the mode that the user gave it
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         built = model if isinstance(model, (nn.Module, list, tuple)) else model()
-    if isinstance(built, (list, tuple, nn.ModuleList)):
-        built = nn.Sequential(*built)
+        if isinstance(built, (list, tuple, nn.ModuleList)):
+            built = nn.Sequential(*built)
+        if any(map(nn.parameter.is_lazy, [*built.parameters(), *built.buffers()])):
+            modes = {module: module.training for module in built.modules()}
+            with torch.no_grad():
+                call(built.eval(), every_tensor(x, lambda t: t.float() if t.is_floating_point() else t))
+            for module, mode in modes.items():
+                module.training = mode
     convert(built, dtype)
     return built.eval() if evaluate else built
 
@@ -753,12 +760,12 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     work        arguments of `train_plainly`, or the fields of an `Order`
     job         further fields of the `Job`
     """
-    model = build(task["model"], task["job"]["seed"], task["dtype"], task["evaluate"])
+    batches = reader(task["data"], task["batch"], task["dtype"])
+    model = build(task["model"], task["job"]["seed"], task["dtype"], batches(0)[0], task["evaluate"])
     saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
     go_on(saved, model)
     if task["shaken"]:
         shake(model, task["shaken"])
-    batches = reader(task["data"], task["batch"], task["dtype"])
     given = {**task["job"], "loss": task["job"]["loss"] or loss_in}
     job = Job(model=model, batches=batches, report=report, states=saved["states"], **given)
     if isinstance(task["work"], dict):

@@ -152,7 +152,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Twice, "module norm has buffers and is used in layers 1 and 2"),
+        (Twice, "module norm changes its buffers and is used in layers 1 and 2"),
         (partial(nn.Linear, 6, 6), "has no two blocks to cut between"),
     ],
 )

@@ -183,7 +183,7 @@ class Halting(Odd):
         (Halting, "decides by values that blocks.0 gives"),
         (Drawing, "gives another result on the example"),
         (Counting, "buffer scale changes between the calls of modules"),
-        (Normed, "module norm has buffers and is called in two layers"),
+        (Normed, "module norm changes its buffers and is called in two layers"),
     ],
 )
 def test_refusals_say_why(model, reason):

@@ -35,14 +35,14 @@ def gpt(**numbers) -> nn.Sequential:
 
 
 def gpt2(**options) -> nn.Sequential:
-    T = outside._transformers()
+    T = outside.transformers()
     numbers = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
     silent = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     return models.from_transformers(T.GPT2LMHeadModel(T.GPT2Config(**{**numbers, **silent, **options})))
 
 
 def llama(**options) -> nn.Sequential:
-    T = outside._transformers()
+    T = outside.transformers()
     numbers = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8,

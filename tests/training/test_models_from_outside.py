@@ -1,6 +1,5 @@
-"""Models of Hugging Face and papers train as in plain torch.
+"""Models as other people write them train as plain torch does: some of `tests/outside.py` under some of its plans.
 
-Those of Hugging Face are skipped without the extra `models`. Each model has two plans here;
 `python -m tests.outside`, a part of `make thorough`, runs all models under all plans.
 """
 
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -18,31 +16,21 @@ import minipar
 from minipar import models
 from tests import outside
 
-pytestmark = pytest.mark.many(6)
-
+# Where a model's parts go together with a plan in another way than in those that were tried before.
+SOME = {
+    "annotated": "pp=2 microbatches=2", "deq": "dp=2 zero=2", "dlrm": "checkpoint=sqrt", "siamese": "tp=2",
+    "unet": "dp=2 zero=3", "gat": "pp=2 microbatches=2", "realnvp": "accumulate=2", "lora": "tp=2",
+    "bert (transformers)": "tp=2", "t5 (transformers)": "pp=2 microbatches=2", "swin (transformers)": "dp=2 zero=3",
+}  # fmt: skip
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
 )
 
 
-@pytest.mark.many(5)
-@needs_transformers
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
-def test_language_models(clusters, name):
-    for plan in outside.some_plans(name):
-        outside.check_language(clusters(4), name, plan)
-
-
-@pytest.mark.parametrize("name", [pytest.param("resnet-group", marks=needs_transformers), "vit", "unet", "amoebanet"])
-def test_models_of_pictures(clusters, name):
-    for plan in outside.some_plans(name):
-        outside.check_pictures(clusters(4), name, plan)
-
-
-@needs_transformers
-def test_batch_norm_of_whole_batches(clusters):
-    """Where no batch is split, statistics are those of one device."""
-    outside.check_pictures(clusters(4), "resnet-batch", "pp=4 microbatches=1")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_transformers] * ("(" in n)) for n in SOME])
+def test_equals_plain_torch(clusters, name):
+    found = outside.tried(clusters, name, SOME[name])
+    assert found.word == "equal", found
 
 
 def weight_normed():
@@ -55,48 +43,43 @@ def weight_normed():
 def test_old_weight_norm(clusters, plan):
     """Its weight is made anew in each forward, and torch does not copy it."""
     x, y = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 10
-    cluster = clusters(minipar.Plan.parse(plan).ranks)
-    outside._check(outside.train(cluster, weight_normed, (x, y), plan, dtype=torch.float64, check=True), 1e-12)
+    options = {"cluster": clusters(2), "dtype": torch.float64, "check": True, "progress": False, "steps": 4}
+    assert minipar.train(weight_normed, (x, y), plan, **options).max_gradient_error() < 1e-12
+
+
+def gpt2():
+    return outside.made("gpt2 (transformers)")
 
 
 @needs_transformers
 def test_half_precision(clusters):
-    model, data = partial(outside.language, "gpt2"), outside.texts("gpt2")
-    plan = outside.PLANS[0]
-    narrow = outside.train(clusters(4), model, data, f"{plan} precision=bf16", loss=models.token_loss)
-    whole = outside.train(clusters(4), model, data, plan, loss=models.token_loss)
+    options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 4}
+    plan = "pp=2 schedule=1f1b microbatches=4"
+    narrow = minipar.train(gpt2, outside.next_words(), f"{plan} precision=bf16", **options)
+    whole = minipar.train(gpt2, outside.next_words(), plan, **options)
     assert narrow.losses == pytest.approx(whole.losses, rel=0.02)
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", outside.LANGUAGE)
-def test_layers_have_the_names_of_the_model_and_do_what_it_does(name):
-    model = outside.LANGUAGE[name]()
-    layers = models.from_transformers(model, outside.texts(name, 2)[0])
-    assert layers.report.error < 1e-6
-    assert {n: id(p) for n, p in layers.named_parameters()} == {n: id(p) for n, p in model.named_parameters()}
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_losses_are_those_of_transformers(kind):
+    x, y = outside.next_words()
+    model = (gpt2() if kind == "gpt2" else outside.hugging_face("bert", "MaskedLM", **outside._SIZES)).eval()
+    layers = models.from_transformers(model, x)
+    wanted = model(**x, labels=y).loss.item()
     assert layers.state_dict().keys() == model.state_dict().keys()
-
-
-@needs_transformers
-def test_losses_are_those_of_transformers():
-    x, labels = outside.texts("gpt2")
-    model = outside.gpt2().eval()
-    wanted = model(**x, labels=labels)
-    total, count = models.next_token_loss(wanted.logits, labels)
-    assert (total / count).item() == pytest.approx(wanted.loss.item(), rel=1e-6)
-    x, labels = outside.texts("bert")
-    masked = outside.bert().eval()(**x, labels=labels)
-    assert models.token_loss(masked.logits, labels).item() == pytest.approx(masked.loss.item(), rel=1e-6)
+    found = models.token_loss(layers(x), y)
+    if kind == "gpt2":
+        total, count = models.next_token_loss(layers(x), y)
+        found = total / count
+    assert found.item() == pytest.approx(wanted, rel=1e-6)
 
 
 @needs_transformers
 def test_refusals():
-    model = outside.mixtral()
+    model = gpt2()
+    with pytest.raises(minipar.PlanError, match="labels belong to y"):
+        models.from_transformers(model, outside.next_words()[0])(outside.next_words()[0] | {"labels": 0})
     model.config.output_router_logits = True
     with pytest.raises(minipar.PlanError, match="output_router_logits=True adds a loss of all layers"):
         models.from_transformers(model)
-    x, labels = outside.texts("gpt2")
-    layers = outside.language("gpt2")
-    with pytest.raises(minipar.PlanError, match="labels belong to y"):
-        layers(x | {"labels": labels})
