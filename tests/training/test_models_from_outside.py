@@ -46,7 +46,7 @@ def test_old_weight_norm(clusters, plan):
     x, y = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 10
     cluster = clusters(minipar.Plan.parse(plan).ranks)
     options = {"cluster": cluster, "dtype": torch.float64, "check": True, "progress": False, "steps": 4}
-    assert minipar.train(weight_normed, (x, y), plan, **options).max_gradient_error() < 1e-12
+    assert minipar.train(weight_normed, (x, y), plan, **options).max_error() < 1e-12
 
 
 def gpt2():
