@@ -173,7 +173,7 @@ class Compute:
         """Run a compute instruction on layers, of any kind. An error of a backward names the layers that it ran."""
         if ins.op is Op.FORWARD or ins.op is Op.RECOMPUTE:
             return self.forward(ins, live)
-        run = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}.get(ins.op, self.backward_weight)
+        run = self.backward_weight if ins.op is Op.BACKWARD_WEIGHT else self.backward
         try:
             run(ins, live)
         except MiniparError:
@@ -320,54 +320,51 @@ class Compute:
     # backward --------------------------------------------------------------------------------------------------------
 
     def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        i, step = ins.microbatch, ins.step
+        """Run a backward, or its input half: what that leaves is `saved_weight` (see `split_backward.py`)."""
         if not self.rows.count(ins):
             return
         received, given = self._arrived(ins, live), None
-        for piece in reversed(self.pieces[ins.layers, i]):
-            given, edges = live.pop(saved(piece[-1], i, step))
+        for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
+            given, edges = live.pop(saved(piece[-1], ins.microbatch, ins.step))
             ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             if self.sequence is not None:
                 self.sequence.arriving(piece, ins, live, ends, grads)
-            if ends:
-                autograd_entry.backward(ends, grads, separate=autograd_entry.hooked(self._parameters(piece)))
-            found = [t.grad for t in differentiable(given)]
+            if ins.op is Op.BACKWARD_INPUT:
+                found = self._input_half(piece, ins, given, ends, grads, live)
+            else:
+                if ends:
+                    autograd_entry.backward(ends, grads, separate=autograd_entry.hooked(self._parameters(piece)))
+                found = [t.grad for t in differentiable(given)]
             received = self._with_counts(found, given, piece) if self.program.forms else found
             if self.sequence is not None:
                 self.sequence.hand_back(piece, ins, live)
-        self._forget(ins)
+        for layer in ins.layers if self.kept or self.again else ():  # what was kept for this backward
+            self.kept.pop((layer, ins.microbatch, ins.step), None)
+            if layer in self.remembered:
+                self.remembered[layer].forget((ins.microbatch, ins.step))
         self._hand_back(ins, given, received, live)
 
-    def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
-        i, step = ins.microbatch, ins.step
-        if not self.rows.count(ins):
-            return
-        received, given = self._arrived(ins, live), None
-        for piece in reversed(self.pieces[ins.layers, i]):
-            given, edges = live.pop(saved(piece[-1], i, step))
-            inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
-            found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
-            live[saved_weight(piece[-1], i, step)] = arrived
-            if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
-                self._weigh_left(piece, arrived, self.rows.count(ins), bool(inputs), given, grads)
-            received = self._with_counts(found, given, piece) if self.program.forms else found
-        self._forget(ins)
-        self._hand_back(ins, given, received, live)
+    def _input_half(
+        self,
+        piece: tuple[int, ...],
+        ins: Instruction,
+        given: Any,
+        ends: list[Any],
+        grads: list[Any],
+        live: dict[Value, Any],
+    ) -> list[Tensor | None]:
+        inputs, rows = differentiable(given) if piece[0] > self.program.first_trainable else [], self.rows.count(ins)
+        found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
+        live[saved_weight(piece[-1], ins.microbatch, ins.step)] = arrived
+        if ("saved_weight", piece[-1], rows) not in self.sizes:
+            self._weigh_left(piece, arrived, rows, bool(inputs), given, grads)
+        return found
 
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):
             for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
                 weight_half(live.pop(saved_weight(piece[-1], ins.microbatch, ins.step)))
-
-    def _forget(self, ins: Instruction) -> None:
-        """Forget what was kept for the backward of some layers, which has run."""
-        for layer in ins.layers if self.kept or self.again else ():
-            self.kept.pop((layer, ins.microbatch, ins.step), None)
-            if layer in self.remembered:
-                self.remembered[layer].forget((ins.microbatch, ins.step))
 
     def _parameters(self, piece: tuple[int, ...]) -> list[Tensor]:
         """The parameters of some layers that are trained, each once."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -328,10 +328,7 @@ def _check_parts(update: Update, why: str, divided: bool, longest: int | None) -
     longest   parameters of the trial have at most so many elements along each dimension
     """
     forms = [Form(name, tuple(min(n, longest or n) for n in shape), torch.float64) for name, shape, _ in update.forms]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start = {name: torch.randn(shape, dtype=torch.float64) for name, shape, _ in forms}
-        gradients = [{name: size * torch.randn_like(v) for name, v in start.items()} for size in (1e-3, 1.0, 1e3)]
+    start, gradients = _trial({name: shape for name, shape, _ in forms})
     small, names = Update(update.factory, forms), list(start)
     expected = _stepped(partial(make, update.factory), start, gradients)
     halves = [[names[0::2], names[1::2]], [names[: len(names) // 2], names[len(names) // 2 :]]] if divided else []
@@ -383,20 +380,21 @@ def check_elementwise(factory: Plain, why: str, name: str = "") -> None:
 
     `why` says in the error who needs it; `name` what the optimizer is called there.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start = [torch.randn(6, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
-        gradients = [[torch.randn_like(values) for values in start] for _ in range(3)]
+    start, gradients = _trial({"matrix": (6, 4), "vector": (4,)})
     function = getattr(factory, "func", factory)  # (of a partial)
     name = name or getattr(function, "__name__", type(function).__name__)
+
+    def stepped(some: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        given = [{key: some(values) for key, values in one.items()} for one in (start, *gradients)]
+        return _stepped(lambda pairs: factory([p for _, p in pairs]), given[0], given[1:])
+
     try:
-        whole = _update(factory, start, gradients)
-        halves = [_update(factory, [_half(v, k) for v in start], [[_half(v, k) for v in g] for g in gradients])
-                  for k in (0, 1)]  # fmt: skip
+        whole = stepped(torch.clone)
+        halves = [stepped(partial(_half, k)) for k in (0, 1)]
     except Exception as error:
         raise PlanError(f"optimizer {name}: cannot update slices of parameters ({error}); {why}") from error
-    for k, values in enumerate(whole):
-        found = torch.cat([halves[0][k], halves[1][k]])
+    for key, values in whole.items():
+        found = torch.cat([half[key] for half in halves])
         if not torch.allclose(found, values.reshape(-1), rtol=1e-9, atol=1e-12):
             raise PlanError(
                 f"optimizer {name}: updates a slice of a parameter otherwise than the whole one; {why}, which needs "
@@ -404,18 +402,16 @@ def check_elementwise(factory: Plain, why: str, name: str = "") -> None:
             )
 
 
-def _half(values: Tensor, k: int) -> Tensor:
-    return values.reshape(-1).chunk(2)[k].clone()
+def _half(k: int, values: Tensor) -> Tensor:
+    return values.reshape(-1).chunk(2)[k]
 
 
-def _update(factory: Plain, start: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
-    parameters = [nn.Parameter(values.clone()) for values in start]
-    optimizer = factory(parameters)
-    for found in gradients:
-        for parameter, gradient in zip(parameters, found, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+def _trial(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Small parameters, and the gradients of a few steps, of different size."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start = {name: torch.randn(tuple(shape), dtype=torch.float64) for name, shape in shapes.items()}
+        return start, [{name: size * torch.randn_like(v) for name, v in start.items()} for size in (1e-3, 1.0, 1e3)]
 
 
 # settings and their scheduler -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -37,8 +37,6 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
 from minipar.program import BACKWARDS, Op, Program, grad_shard, version_of
-from minipar.program.mesh import Mesh
-from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import Series, by_kind, mib, owners
 
 # The method before `noting_hooks` replaces it: a split backward notes the hooks that layers register, and does not
@@ -358,7 +356,7 @@ def out_of_memory(
     kinds = {kind: size for kind, size in by_kind(dict(held)).items() if size}
     needed = sum(kinds.values())
     largest = sorted(kinds, key=lambda kind: -kinds[kind])
-    ways = ways_out(program, kinds, needed, capacity)
+    ways = ways_out(program, kinds, needed)
     summary = ", ".join(f"{kind} {mib(kinds[kind])}" for kind in largest[:3])
     error = DeviceOutOfMemory(
         f"rank {rank}: {doing} needs {mib(request)} more, which makes {mib(needed)} of the {mib(capacity)} that its "
@@ -374,41 +372,18 @@ def _owner(kind: str, layer: int, size: int) -> str:
     return f"{mib(size):>12}  {kind}" + (f" of layer {layer}" if layer >= 0 else "")
 
 
-def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: int) -> tuple[str, ...]:
-    """Three changes of the plan; those that free most come first. Sizes are what this rank holds now, scaled."""
-    rows = sum(kinds.get(kind, 0) for kind in ("activations", "buffers", "temporary", "data"))
-    states = {kind: kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
-    fixed = sum(states.values())
-    dp, pp, m = program.replicas, Mesh(program.mesh).length("pp"), program.microbatches
-    known = {field.name for field in fields(Plan)}
-    found: list[tuple[int, str]] = []  # bytes freed, and how
+# Changes of a plan that make a kind smaller. `train` says in their place which plans are predicted to fit.
+_ROWS = "a smaller batch, or more micro-batches of fewer rows each"
+_SMALLER = {
+    "parameters": "zero=3 over more replicas, or a larger pp: fewer model states on each rank",
+    "gradients": "zero=2 over more replicas: gradients in slices",
+    "optimizer": "zero=1 over more replicas, or offload=optimizer: its states in slices, or on the host",
+    "activations": "checkpoint=sqrt: recompute activations instead of keeping them",
+}
 
-    def offer(freed: float, text: str) -> None:
-        if freed > 0:
-            found.append((round(freed), f"{text} ({mib(needed)} -> about {mib(needed - freed)})"))
 
-    key = "microbatches" if pp == 1 else "accumulate"
-    offer(rows / 2, f"{key}: twice as many micro-batches, of half the rows each")
-    without_server = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
-    if "checkpoint" in known:
-        offer(kinds.get("activations", 0) / 2, "checkpoint=sqrt: recompute activations instead of keeping them")
-    if without_server and pp < program.layers:
-        offer((fixed + rows) / 2, f"pp={pp * 2}: half the layers on each rank")
-    if without_server and "zero" in known:
-        n = max(dp, 2)
-        more = "" if dp > 1 else " dp=2"
-        offer(states["optimizer"] * (1 - 1 / n), f"zero=1{more}: optimizer states sharded over {n} ranks")
-        offer(fixed * (1 - 1 / n), f"zero=3{more}: all model states sharded over {n} ranks")
-    if without_server and "offload" in known:
-        offer(states["optimizer"], "offload=optimizer: its states on the host")
-    fraction = (capacity - fixed) / rows if rows else 0.0
-    if 0 < fraction < 1:
-        found.append((needed - capacity, f"a smaller batch: about {fraction:.0%} of the rows"))
-    elif rows:
-        offer(rows / 2, "a smaller batch: half the rows")
-    if dp > 1 and m > 1:
-        found.append((0, "more replicas of fewer rows: a larger dp with the same batch"))
-    found.append((0, "a smaller model: fewer or narrower layers"))
-    found.append((0, "an optimizer with less state, such as SGD without momentum"))
-    found.append((0, f"a device with at least {mib(needed)}"))
-    return tuple(text for _, text in sorted(found, key=lambda one: -one[0])[:3])
+def ways_out(program: Program, kinds: Mapping[str, int], needed: int) -> tuple[str, ...]:
+    """Three changes, those for the largest kinds first."""
+    known = {kind: way for kind, way in _SMALLER.items() if program.serving is None or kind == "activations"}
+    large = [known.get(kind, _ROWS) for kind in sorted(kinds, key=lambda kind: -kinds[kind])]
+    return tuple(dict.fromkeys([*large, _ROWS, f"a device with at least {mib(needed)}", "a smaller model"]))[:3]
