@@ -346,7 +346,7 @@ class Communicator:
         if world.closed:
             raise RankError(CLOSED)
         carrier = world.host if transport is None else transport
-        return world.group(world.everyone if ranks is None else ranks, carrier)
+        return world.group(tuple(range(self.size)) if ranks is None else ranks, carrier)
 
     def shares(self, group: RankGroup, algorithm: str | None = None, call: str = "") -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
 ALLREDUCE = Way(shared.allreduce, backend.allreduce, playing.allreduce)
-REDUCE = Way(shared.reduce, backend.reduce, playing.reduce)
+REDUCE = Way(shared.allreduce, backend.allreduce, playing.reduce)  # (who is not the root forgets the sum)
 REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, playing.reduce_scatter)
 ALL_GATHER = Way(shared.all_gather, backend.all_gather, playing.all_gather)
 BROADCAST = Way(shared.broadcast, backend.broadcast, playing.broadcast)
@@ -52,7 +52,7 @@ def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None
     _check_root(comm, "reduce", root)
     summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
     summing.root, summing.here = root, comm.rank == root
-    return summing.start(REDUCE, lambda given: (given, given, (root,)))
+    return summing.start(REDUCE, lambda given: (given, given, ()))
 
 
 def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
@@ -116,7 +116,7 @@ class _Summing:
             x, result, rest = arguments(given.double() if [1] in reals else given)
             return (x, *rest, plain) if x.numel() or how.shared else None
 
-        _submit(comm, how, way, self.words, row, begin)
+        _submit(comm, how, way, self.words, row, begin, self.root)
         return finish()
 
 
@@ -153,7 +153,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None) -> A
         return (result, root) if result.numel() else None
 
     how = _choose(comm, "broadcast", algorithm)
-    _submit(comm, how, BROADCAST, (text, text), form, begin)
+    _submit(comm, how, BROADCAST, (text, text), form, begin, root)
     return finish()
 
 
@@ -293,6 +293,7 @@ def _submit(
     words: tuple[str, str],
     row: list[int],
     begin: Callable[[list[list[int]]], tuple[Any, ...] | None],
+    root: int = 0,
 ) -> None:
     """Exchange some numbers among all ranks, and do the collective with the arguments that `begin` makes of them."""
     number = 0 if how.program is None else comm.count_played(range(comm.size))
@@ -300,7 +301,7 @@ def _submit(
     def play(*args: Any) -> playing.Played:
         return playing.Played(partial(way.played, run, comm.rank, *args))
 
-    def run(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
+    def run(collective: str, x: Tensor, op: str = "sum") -> Tensor:
         program = collectives.program(
             collective, str(how.program), comm.size, x.nbytes, root=root, item=x.element_size()
         )

@@ -296,7 +296,7 @@ class _Player:
 # the operations of a Communicator -------------------------------------------------------------------------------------
 
 
-Play = Callable[..., Tensor]  # play(collective, flat tensor, op="sum", root=0)
+Play = Callable[..., Tensor]  # play(collective, flat tensor, op="sum")
 
 
 def allreduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
@@ -304,14 +304,14 @@ def allreduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
     play("allreduce", x.view(-1), op)
 
 
-def reduce(play: Play, index: int, x: Tensor, root: int, op: str = "sum") -> None:
-    """Reduce a contiguous tensor in place on member `root`; the others' then have intermediate values."""
-    play("reduce", x.view(-1), op, root)
+def reduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
+    """Reduce a contiguous tensor in place on the root; the others' then have intermediate values."""
+    play("reduce", x.view(-1), op)
 
 
 def broadcast(play: Play, index: int, x: Tensor, root: int) -> None:
     """Give a contiguous tensor of member `root` to all."""
-    play("broadcast", x.view(-1), root=root)
+    play("broadcast", x.view(-1))
 
 
 def reduce_scatter(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[int], op: str = "sum") -> None:

@@ -47,7 +47,7 @@ class Way(NamedTuple):
 
 @dataclass(eq=False)
 class World:
-    """One rank's part of the communication among `everyone`, all ranks or some.
+    """One rank's part of the communication among all ranks.
 
     host    what carries tensors on the CPU
     hosts   by rank, the name of its host
@@ -61,7 +61,6 @@ class World:
     backend: str
     host: Transport
     hosts: tuple[str, ...]
-    everyone: tuple[int, ...]
     gpus: Transport | None = None
     closed: bool = False
     pending: set[Handle] = field(default_factory=set)
@@ -69,11 +68,11 @@ class World:
     groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.group(self.everyone, self.host)
+        self.group(tuple(range(self.size)), self.host)
         self.messages: Messages = self.host.messages
         self.reader: Sockets | None = self.host.reader
         if self.backend == "nccl" and self.size > 1:
-            self.gpus = Nccl(self.store, self.rank, self.everyone, self.device, self.host)
+            self.gpus = Nccl(self.store, self.rank, self.size, self.device, self.host)
 
     def group(self, members: tuple[int, ...], transport: Transport) -> RankGroup:
         """Those ranks, made at the first use, which waits for all of them."""
@@ -81,7 +80,7 @@ class World:
         if found is None:
             if self.closed:
                 raise RankError(CLOSED)
-            if list(members) != sorted(set(members) & set(self.everyone)) or self.rank not in members:
+            if list(members) != sorted(set(members) & set(range(self.size))) or self.rank not in members:
                 raise RankError(
                     f"group {members}: must be sorted ranks of 0 to {self.size - 1}, this rank {self.rank} among them"
                 )
@@ -213,20 +212,19 @@ _abandoned: list[tuple[Any, ...]] = []  # which may not end before what native c
 def of_rank(context: Context, count: int) -> World:
     """The World of a rank of a Cluster, its `count`-th in this generation."""
     rank, size = context.rank, context.size
-    everyone = tuple(range(size))
     os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     path = f"{context.store}-{count}"
     device = torch.device(context.device)
     if context.transport == "gloo":
-        alone = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
-        return World(store, rank, size, device, context.backend, alone, ("",) * size, everyone)
+        alone = Gloo(store, rank, size, agreement.LOOPBACK, "transport='gloo'")
+        return World(store, rank, size, device, context.backend, alone, ("",) * size)
     hosts = agreement.hosts_of(size)
     if rank == 0 and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
-    host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path)
-    return World(store, rank, size, device, context.backend, host, hosts, everyone)
+    host = _host(store, rank, hosts, agreement.LOOPBACK, token, path)
+    return World(store, rank, size, device, context.backend, host, hosts)
 
 
 def under_torchrun(count: int | str) -> World:
@@ -250,15 +248,13 @@ def under_torchrun(count: int | str) -> World:
         path = f"\0{name}"  # (a name in the memory of Linux leaves nothing behind, however the process ends)
     else:
         path = os.path.join(_agree_on_folder(store, agreed.rank, agreed.hosts), name)
-    address, everyone = agreed.addresses[agreed.rank], tuple(range(agreed.size))
-    host = _host(store, agreed.rank, everyone, agreed.hosts, address, token, path)
-    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts, everyone)
+    host = _host(store, agreed.rank, agreed.hosts, agreed.addresses[agreed.rank], token, path)
+    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts)
 
 
 def _host(
     store: dist.Store,
     rank: int,
-    everyone: tuple[int, ...],
     hosts: tuple[str, ...],
     address: str,
     token: bytes,
@@ -267,7 +263,7 @@ def _host(
     """What carries tensors on the CPU among ranks of these hosts, or some of them. The names of sockets begin with
     `path`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
-    groups = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
+    groups = Gloo(store, rank, len(hosts), address, f"ranks are on {len(set(hosts))} hosts" if far else "")
     if far:
         return Mixed(groups, Sockets(rank, path, Far(far, address, store, token)), hosts)
     return LocalTransport(groups, Sockets(rank, path))

@@ -30,15 +30,6 @@ def allreduce(group: Any, index: int, x: Tensor, op: str = "sum") -> Any:
     return _narrowed(group.allreduce([wide], _OPERATIONS.get(op, dist.ReduceOp.SUM)), wide, x)
 
 
-def reduce(group: Any, index: int, x: Tensor, root: int, op: str = "sum") -> Any:
-    """Reduce a contiguous tensor in place on member `root`; the others' may be changed."""
-    options = dist.ReduceOptions()
-    options.rootRank = root
-    options.reduceOp = dist.ReduceOp(_OPERATIONS.get(op, dist.ReduceOp.SUM))
-    wide = x.to(_WIDER.get(x.dtype, x.dtype))
-    return _narrowed(group.reduce([wide], options), wide, x)
-
-
 def _narrowed(work: Any, wide: Tensor, x: Tensor) -> Any:
     """A work on `wide`, which is a copy of `x` in a wider dtype, or `x` itself; the result gets into `x`."""
     return work if wide is x else _Works([work], lambda: x.copy_(wide))

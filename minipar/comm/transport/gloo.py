@@ -32,20 +32,20 @@ _NAP = 5e-4
 
 
 class Gloo(Transport):
-    """`everyone`: the ranks that messages go between. `address`: the IP address of this host at which ranks reach it.
+    """`size`: of all ranks. `address`: the IP address of this host at which ranks reach it.
     `without`: why there is no shared memory, in a few words."""
 
     name = "gloo"
     on_host = True
 
-    def __init__(self, store: dist.Store, rank: int, everyone: tuple[int, ...], address: str, without: str) -> None:
-        self.store, self.rank, self.everyone = store, rank, everyone
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, without: str) -> None:
+        self.store, self.rank, self.size = store, rank, size
         self.address, self.without = address, without
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     @cached_property
     def messages(self) -> Messages:
-        return _Messages(self.process_group(self.everyone), self.everyone)
+        return _Messages(self.process_group(tuple(range(self.size))))
 
     def process_group(self, members: tuple[int, ...]) -> Any:
         return self._group(self.name, members)
@@ -121,16 +121,16 @@ class _Gathered(NamedTuple):
 class _Messages:
     keeps_memory = False
 
-    def __init__(self, group: Any, members: tuple[int, ...]) -> None:
-        self.group, self.place = group, {rank: k for k, rank in enumerate(members)}
+    def __init__(self, group: Any) -> None:
+        self.group = group
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending; complete when the peer has received."""
-        work: Work = self.group.send([tensor], self.place[peer], tag)
+        work: Work = self.group.send([tensor], peer, tag)
         return work
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = self.group.recv([tensor], self.place[peer], tag)
+        work: Work = self.group.recv([tensor], peer, tag)
         return work
 
     def warm_up(self, peers: Iterable[int]) -> None:

@@ -15,19 +15,16 @@ from minipar.comm.transport.interface import StreamWork, Transport, Work
 
 
 class Nccl(Transport):
-    """`everyone`: the ranks that messages go between. `host`: the transport of tensors on the CPU, by
-    which NCCL's collectives are announced."""
+    """`size`: of all ranks. `host`: the transport of tensors on the CPU, by which NCCL's collectives are announced."""
 
     name = "nccl"
     on_host = False
     without = "tensors are on GPUs"
 
-    def __init__(
-        self, store: dist.Store, rank: int, everyone: tuple[int, ...], device: torch.device, host: Transport
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, host: Transport) -> None:
         self.store, self.rank, self.device, self.host = store, rank, device, host
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._messages = _Messages(self, everyone)
+        self._messages = _Messages(self, tuple(range(size)))
 
     @property
     def messages(self) -> _Messages:
@@ -76,16 +73,15 @@ class _Messages:
 
     def __init__(self, transport: Nccl, everyone: tuple[int, ...]) -> None:
         self.rank, self.device = transport.rank, transport.device
-        self.place = {rank: k for k, rank in enumerate(everyone)}
         self.connected: set[int] = set()
         self.up = transport.make("up", everyone)
         self.down = transport.make("down", everyone)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return StreamWork((self.up if peer > self.rank else self.down).send([tensor], self.place[peer], tag))
+        return StreamWork((self.up if peer > self.rank else self.down).send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], self.place[peer], tag))
+        return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], peer, tag))
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """Send a number in both directions. All ranks take their pairs in one order, so no two wait for each other."""

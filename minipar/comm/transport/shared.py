@@ -38,37 +38,32 @@ def combine(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
 def _overlapped(
     arena: Arena,
     pieces: Iterable[_T],
-    write: Callable[[int, _T], object] | None,
-    read: Callable[[int, _T], object] | None,
-    sources: Sequence[int],
+    write: Callable[[int, _T], object],
+    read: Callable[[int, _T], object],
 ) -> Steps:
-    """Write each piece to the next buffer (`write` is None if only others do), write the piece after it, and then read
-    the first one, once the `sources` have written theirs. With its first piece a collective is announced."""
+    """Write each piece to the next buffer, write the piece after it, and then read the first one, once the others have
+    written theirs. With its first piece a collective is announced."""
     before: tuple[int, int, _T] | None = None
     for piece in pieces:
         buffer, need = arena.take()
-        if write is not None:
-            yield need
-            write(buffer, piece)
+        yield need
+        write(buffer, piece)
         number = arena.post()
         yield from arena.compare()
         if before is not None:
-            yield from _read(arena, before, read, sources)
+            yield from _read(arena, before, read)
         before = buffer, number, piece
     if before is not None:
-        yield from _read(arena, before, read, sources)
+        yield from _read(arena, before, read)
     else:  # no pieces at all
         arena.post()
         yield from arena.compare()
 
 
-def _read(
-    arena: Arena, written: tuple[int, int, _T], read: Callable[[int, _T], object] | None, sources: Sequence[int]
-) -> Steps:
+def _read(arena: Arena, written: tuple[int, int, _T], read: Callable[[int, _T], object]) -> Steps:
     buffer, number, piece = written
-    if read is not None:
-        yield Posts(arena, sources, number)
-        read(buffer, piece)
+    yield Posts(arena, arena.others, number)
+    read(buffer, piece)
     arena.free(buffer)
 
 
@@ -90,7 +85,7 @@ def allreduce(arena: Arena, x: Tensor, op: str = "sum") -> Steps:
         parts = _views(arena, piece)[buffer]
         combine([piece, parts[1 - me]] if len(parts) == 2 else parts, op, piece)  # a + b = b + a, to the bit
 
-    return _overlapped(arena, pieces, write, read, arena.others)
+    return _overlapped(arena, pieces, write, read)
 
 
 def _in_two(arena: Arena, x: Tensor, op: str) -> Steps:
@@ -100,33 +95,9 @@ def _in_two(arena: Arena, x: Tensor, op: str) -> Steps:
     yield from all_gather(arena, x, sizes)
 
 
-def reduce(arena: Arena, x: Tensor, root: int, op: str = "sum") -> Steps:
-    """Reduce a contiguous tensor in place on member `root`; the others' stay as they are."""
-    pieces = x.detach().view(-1).split(arena.fits(x.dtype)) if x.numel() else ()
-    me = arena.index
-
-    def write(buffer: int, piece: Tensor) -> None:
-        _views(arena, piece)[buffer][me].copy_(piece)
-
-    def read(buffer: int, piece: Tensor) -> None:
-        combine(_views(arena, piece)[buffer], op, piece)
-
-    return _overlapped(arena, pieces, write, read if me == root else None, arena.others)
-
-
 def broadcast(arena: Arena, x: Tensor, root: int) -> Steps:
     """Give a contiguous tensor of member `root` to all."""
-    pieces = x.detach().view(-1).split(arena.fits(x.dtype)) if x.numel() else ()
-
-    def write(buffer: int, piece: Tensor) -> None:
-        _views(arena, piece)[buffer][root].copy_(piece)
-
-    def read(buffer: int, piece: Tensor) -> None:
-        piece.copy_(_views(arena, piece)[buffer][root])
-
-    if arena.index == root:
-        return _overlapped(arena, pieces, write, None, ())
-    return _overlapped(arena, pieces, None, read, (root,))
+    return all_gather(arena, x, [x.numel() if k == root else 0 for k in arena.everyone])
 
 
 def all_gather(arena: Arena, into: Tensor, sizes: Sequence[int]) -> Steps:
@@ -147,7 +118,7 @@ def all_gather(arena: Arena, into: Tensor, sizes: Sequence[int]) -> Steps:
             target = part(k, first)
             target.copy_(_views(arena, target)[buffer][k])
 
-    return _overlapped(arena, range(0, max(sizes), most), write, read, arena.others)
+    return _overlapped(arena, range(0, max(sizes), most), write, read)
 
 
 def reduce_scatter(
@@ -181,7 +152,7 @@ def reduce_scatter(
             parts[me] = whole[starts[me] + first :][:size]
         add_up(parts, op, out[first : first + size], add)
 
-    return _overlapped(arena, range(0, max(sizes), most), write, read, arena.others)
+    return _overlapped(arena, range(0, max(sizes), most), write, read)
 
 
 def add_up(parts: Sequence[Tensor], op: str, out: Tensor, add: bool = False) -> None:
@@ -218,7 +189,7 @@ def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[i
             if size:
                 into[got[k] + first :][:size].copy_(rooms[k][me * most : me * most + size])
 
-    return _overlapped(arena, range(0, max(map(max, sizes)), most), write, read, arena.others)
+    return _overlapped(arena, range(0, max(map(max, sizes)), most), write, read)
 
 
 def rows(arena: Arena, mine: Sequence[int]) -> Steps:
