@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from minipar.cluster import worker
-from minipar.comm import operations, packing, playing, values
+from minipar.comm import operations, playing, values
 from minipar.comm.handles import Handle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.interface import DONE, Transport
@@ -119,7 +119,7 @@ class Communicator:
         self._check(peer)
         kind, tensor = values.to_tensor(x, call="send")
         header = torch.tensor(values.encode_form(kind, tensor))
-        data = packing.as_bytes(to_host(tensor) if tensor.is_cuda else tensor)
+        data = values.as_bytes(to_host(tensor) if tensor.is_cuda else tensor)
         for part in (header, data):
             if part.numel():
                 self.isend(part, peer, _TAG).wait()
@@ -132,7 +132,7 @@ class Communicator:
         kind, dtype, shape = values.decode_form(header.tolist())
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            self.irecv(packing.as_bytes(tensor), peer, _TAG).wait()
+            self.irecv(values.as_bytes(tensor), peer, _TAG).wait()
         return values.from_tensor(kind, tensor.to(self.device) if kind == "tensor" else tensor)
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:

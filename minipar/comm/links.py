@@ -7,7 +7,7 @@ shorter. So a receiver must know shape and dtype beforehand:
     afterwards                                               data
     when its form has changed (a longer sequence)            header | data, where waiting reads the messages (through
                                                              sockets.py); elsewhere an error
-    several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
+    several tensors in one value, or values in one SEND      one after another
     gradients                                                like the output that was sent, without a header
     gradients where ranks share layers                       like outputs, with a header: they may cross a link in
                                                              another form than the output (forms.py)
@@ -38,15 +38,13 @@ import torch
 from torch import Tensor
 
 from minipar.comm.communicator import Communicator, Handle
-from minipar.comm.packing import parts_of, places_for
 from minipar.errors import RankError
-from minipar.models.tensors import allocate, differentiable, has_tensors, spec
+from minipar.models.tensors import allocate, differentiable, has_tensors, spec, tensors
 from minipar.program import Op, Program, Value, output
 
 HEADER_BYTES = 4096
 TENSORS = 64  # distance between the tags of two values: one tag for each tensor, and the two below
 _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
-_META = torch.device("meta")
 
 
 class _Unposted(NamedTuple):
@@ -227,8 +225,8 @@ class Links:
                 new.append((k, spec(found[value])))
         if new:
             handles.append(isend(_encode(new, here), peer, tag + _HEADER))
-        for k, tensor in enumerate(parts_of([found[value] for value in here])):
-            handles.append(isend(tensor, peer, tag + k))
+        for k, tensor in enumerate(tensors([found[value] for value in here])):
+            handles.append(isend(tensor.contiguous(), peer, tag + k))
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
@@ -348,9 +346,9 @@ class _Inbox:
         """Buffers for a message of these forms, and the receives that fill them."""
         links, comm = self.links, self.links.comm
         tag = links.tag(links.present(message)[0])
-        contents, places = places_for([allocate(form, _META) for form in forms], comm.device)
+        contents = [allocate(form, comm.device) for form in forms]
         receive = comm.irecv if comm.posts else partial(_Unposted, comm)
-        handles = [receive(place, self.peer, tag + k) for k, place in enumerate(places)]
+        handles = [receive(place, self.peer, tag + k) for k, place in enumerate(tensors(contents))]
         arrival = None
         if links.emulated:
             arrival = torch.empty(1, dtype=torch.float64)

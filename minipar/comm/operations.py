@@ -17,10 +17,10 @@ from torch import Tensor
 
 from minipar.comm import playing, values
 from minipar.comm.handles import Handle, to_host
-from minipar.comm.packing import as_bytes
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import share
+from minipar.comm.values import as_bytes
 from minipar.comm.world import RankGroup, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import collectives

@@ -149,3 +149,9 @@ def from_tensor(kind: str, tensor: torch.Tensor) -> Any:
 
 def _article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, byte by byte. (The stride of a tensor with a single element may be any number,
+    and a view as bytes refuses some: so this sets it.)"""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -42,7 +42,7 @@ from minipar.program import (
     tier,
     version_of,
 )
-from minipar.program.comm_volume import changing, packed
+from minipar.program.comm_volume import changing
 from minipar.program.forms import letters, parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
@@ -235,10 +235,6 @@ class Walk:
         elif ins.op is Op.BACKWARD_WEIGHT:
             if self.sizes.rows(self.rank, ins.microbatch):
                 weight_half(self, ins)
-        elif ins.op is Op.SEND:
-            length = packed(self._tensors(ins.reads))
-            self.change(length, "temporary", -1)
-            self.change(-length, "temporary", -1)
         elif ins.op is Op.RECV:
             self.reached[ins.peer] += 1
             self.post(self.program.receives_ahead, ins.peer)
@@ -488,26 +484,9 @@ class Walk:
             while self.posted[peer] < due:
                 values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1
-                if length := packed(self._tensors(values)):  # it stays until the last of them is freed
-                    message = self.make(length, self.program.source(values[0]), "message", "buffers")
-                    message.holders = {f"live {value}" for value in values}
-                    self.live.update(dict.fromkeys(values, message))
-                    continue
                 for value in values:
                     size = self.sizes.size(self.rank, value)
                     self.live[value] = self.make(size, self.program.source(value), "live", "buffers")
-
-    def _tensors(self, values: Sequence[Value]) -> list[int]:
-        """Bytes of each tensor of some values that are one message."""
-        found: list[int] = []
-        for value in values:
-            size = round(self.sizes.size(self.rank, value))
-            rows = self.sizes.rows(self.rank, value.microbatch)
-            tape = self.tapes.layers[rows][self.program.source(value)] if rows else None
-            lies = tape.lies if tape is not None and value.kind == "output" else ()
-            sizes = [lie.bytes for lie in lies]
-            found += sizes if sum(sizes) == size else [size]
-        return found
 
     # computing -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ a trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from minipar.program import (
     COLLECTIVES,
@@ -32,7 +32,6 @@ NAMES = {
     Op.NORM: "allreduce",
 }
 
-PACKING_LIMIT = 1 << 18  # bytes: copying this much takes about as long as a message of its own
 _CHANGING = "changing_"
 
 
@@ -158,14 +157,3 @@ def in_words(links: dict[tuple[int, Receiver], int]) -> dict[str, int]:
         return str(target) if isinstance(target, int) else ",".join(map(str, target))
 
     return {f"{source} -> {text(target)}": size for (source, target), size in links.items()}
-
-
-def packed(sizes: Sequence[int]) -> int:
-    """Bytes of the one message that tensors of these sizes go in together; 0 if each goes as it is."""
-    size = sum(map(room, sizes))
-    return size if len(sizes) > 1 and size <= PACKING_LIMIT else 0
-
-
-def room(size: int) -> int:
-    """Bytes of a tensor's part of such a message: filled up to 16, as a view of complex numbers needs it."""
-    return -(-size // 16) * 16

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.packing import as_bytes
 from minipar.comm.transport.shared import add_up
+from minipar.comm.values import as_bytes
 
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WIDER = {torch.int16: torch.int32}
