@@ -46,7 +46,7 @@ book: $(READY)
 test-latest:
 	$(PYTHON) -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
-	  -e ".[lab,test,search,engines,book,models]"
+	  -e ".[lab,test,search,book,models]"
 	.venv-latest/bin/python -c 'import torch; print("torch", torch.__version__)'
 	.venv-latest/bin/python -m pytest $(TEST_ARGS)
 
@@ -78,7 +78,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "minipar needs Python 3.10 or newer, this is %d.%d: PYTHON=python3.12 make ..." % v[:2])'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
 	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[lab,test,search,engines,book,models]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[lab,test,search,book,models]"
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # (pip would take one core for it, half of its time)
 	@touch $@
 

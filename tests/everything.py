@@ -28,9 +28,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
-# Those that mostly wait, for processes to start: torchrun, engines, spawned ranks.
+# Those that mostly wait, for processes to start: torchrun, spawned ranks.
 PATIENT = (
-    *(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos")),
+    *(f"tests/cluster/test_{name}.py" for name in ("launched", "macos")),
     "tests/docs/test_cluster_page.py",
 )
 # What runs beside FIRST: hardly any of these tests needs ranks.

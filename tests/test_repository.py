@@ -68,7 +68,7 @@ def test_environment_has_the_same_packages_and_ranges():
 
 
 def test_extras():
-    assert set(project()["optional-dependencies"]) == {"lab", "test", "search", "engines", "book", "models"}
+    assert set(project()["optional-dependencies"]) == {"lab", "test", "search", "book", "models"}
 
 
 def test_every_package_has_one_tested_version_within_its_range():

@@ -110,12 +110,6 @@ def agree(device: str | None = None) -> Agreement:
     return _agreed
 
 
-def forget() -> None:
-    """Agree anew at the next call: this process is to be another rank."""
-    global _agreed
-    _agreed = None
-
-
 def meet(
     store: dist.Store, rank: int, size: int, device: str | None = None, towards: tuple[str, int] | None = None
 ) -> Agreement:

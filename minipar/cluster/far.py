@@ -4,7 +4,7 @@
                       its number, and all that follows are messages of wire.py
     driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere
                       ("call", name): a call begins, in which all take part; ("end", kind, parcel): it has ended
-    rank -> driver    ("report" | "result" | "error", number, value) · ("output", number, bytes): it has printed this
+    rank -> driver    ("report" | "result" | "error", number, value)
                       ("here", 0, None): it has come to its next call
 
 A rank that is not in a call reads nothing, and the system closes a connection whose other end takes nothing for some
@@ -36,7 +36,6 @@ from typing import Any
 from minipar.cluster import launch, notes, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
 from minipar.cluster.members import Member, Members, Round
-from minipar.cluster.output import Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import readable
 from minipar.cluster.ranks import Call
@@ -143,13 +142,10 @@ def _interrupt(seat: Seat, ended: int) -> bool:
 
 
 class FarRank:
-    """This process as a rank of a driver elsewhere. `echo`: what it prints in a function goes to the driver."""
+    """This process as a rank of a driver elsewhere."""
 
-    def __init__(
-        self, control: socket.socket, rank: int, size: int, device: str, backend: str, echo: bool = False
-    ) -> None:
+    def __init__(self, control: socket.socket, rank: int, size: int, device: str, backend: str) -> None:
         self.control = control
-        self.echo = echo
         self.gone = False  # whether the driver has ended
         self.seat = Seat(self._deliver, Context(rank, size, device, backend, "torchrun"), far=True)
 
@@ -189,40 +185,9 @@ class FarRank:
 
     def _run(self, number: int, situation: Situation, parcel: Parcel) -> None:
         worker.begin(self.seat, number, situation)
-        printing = self._printing(number) if self.echo else contextlib.nullcontext()
-        with printing, _interruptible(self._watch), worker.seated(self.seat):
+        with _interruptible(self._watch), worker.seated(self.seat):
             kind, answer = worker.run_interruptibly(self.seat, parcel)
         self.seat.send((kind, number, answer))
-
-    @contextlib.contextmanager
-    def _printing(self, number: int) -> Iterator[None]:
-        """Send to the driver what this process, its libraries and its children print."""
-        worker.flush()
-        streams, kept = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
-        outlet, inlet = os.pipe()
-        os.dup2(inlet, 1)
-        os.dup2(inlet, 2)
-        os.close(inlet)
-        sys.stdout, sys.stderr = worker.streams()
-
-        def pump() -> None:
-            with contextlib.suppress(OSError):
-                while data := os.read(outlet, 1 << 16):
-                    self.seat.send(("output", number, data))
-                os.close(outlet)
-
-        pumped = None
-        try:
-            pumped = threads.start(pump, "sends what this rank prints")
-            yield
-        finally:
-            worker.flush()
-            sys.stdout, sys.stderr = streams
-            for descriptor, stream in zip(kept, (1, 2), strict=True):
-                os.dup2(descriptor, stream)
-                os.close(descriptor)
-            if pumped is not None:
-                pumped.wait(1.0)  # (longer only if a child of this process goes on printing)
 
     def _watch(self, ended: int) -> None:
         if ended in readable([self.control.fileno(), ended]):
@@ -262,8 +227,6 @@ class Driver(Members[Peer]):
 
     controls   the connections by rank
     way_out    what to do where one of them has ended
-    first_generation    must differ between drivers that the same processes have one after another
-    echo       show what ranks print
     """
 
     far = True
@@ -273,13 +236,11 @@ class Driver(Members[Peer]):
         controls: Mapping[int, socket.socket],
         size: int,
         way_out: str,
-        first_generation: int = 0,
-        echo: bool = False,
     ) -> None:
-        super().__init__(size, first_generation)
+        super().__init__(size)
         self._way_out = way_out
         for rank, control in controls.items():
-            self.add(Peer(rank, control, (Printer(rank, -1, self.output),) if echo else ()))
+            self.add(Peer(rank, control))
         self.seat: Seat | None = None
         self._calls = 0
         self._heard: Round | None = None
@@ -389,9 +350,6 @@ class Driver(Members[Peer]):
             member.calls += 1
             if member.calls == self._calls:
                 heard.waiting.discard(member.rank)
-        elif kind == "output" and run == heard.run:
-            for printer in member.printers:
-                printer.take(value)
         else:  # (an error of a run below 0: it makes another call than the driver)
             super().take(member, heard, kind, heard.run if run < 0 else run, value)
 

@@ -9,7 +9,6 @@ import weakref
 from typing import Any
 
 from minipar.cluster import launch, launched, worker
-from minipar.cluster.attached import Attached
 from minipar.cluster.children import Children
 from minipar.cluster.processes import open_standard_streams
 from minipar.cluster.ranks import MOST_LOCAL, Call, Ranks, check_ranks
@@ -89,15 +88,6 @@ class Cluster(Ranks):
         self.carrier = "nccl" if self.device == "cuda" and len(devices) == n else transport
         self._members.local = self.carrier == "local"
         self.patience = patience
-
-    @staticmethod
-    def attach(client: Any, threads: int = 1) -> Attached:
-        """The engines of an ipyparallel client as ranks, until `close()`; `threads`: torch's in each of them.
-
-        `run`, `train(..., cluster=)` and `%ranks NAME` take what this returns. RankError without engines; RankDied if
-        an engine cannot connect to this process; what it raises at its start.
-        """
-        return Attached(client, threads)
 
     @property
     def patience(self) -> float | None:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from minipar.cluster import failures, worker
-from minipar.cluster.attached import Attached
 from minipar.cluster.local import Cluster
 from minipar.cluster.members import unpack
 from minipar.cluster.output import Show, name_ranks
@@ -64,8 +63,7 @@ class Cells:
 
     def __init__(self, shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
         self._shell, self._communicator = shell, communicator
-        self._cluster: Cluster | Attached | None = None
-        self._given = False  # whether the ranks are the user's own, who ends them
+        self._cluster: Cluster | None = None
         self._communicates = False  # whether a cell has used `comm` since this cluster began
 
     def cell(self, line: str, cell: str) -> None:
@@ -89,21 +87,15 @@ class Cells:
             raise _as_shown(error, self._cluster, self._shell.user_ns) from None
 
     def line(self, line: str) -> None:
-        """%ranks: which ranks are running. %ranks close: end them. %ranks NAME: cells run on the ranks in the variable
-        NAME from now on, a Cluster or what Cluster.attach gave; `%ranks close` leaves them alone."""
+        """%ranks: which ranks are running. %ranks close: end them."""
         word = line.strip()
-        given = self._shell.user_ns.get(word) if word.isidentifier() else None
-        if word not in ("", "close") and not isinstance(given, Cluster | Attached):
+        if word not in ("", "close"):
             error = PlanError(
-                f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells, and "
-                "%ranks NAME takes the ranks in a variable"
+                f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells"
             )
             raise _as_shown(error, None, {})
         if word == "close":
             self._close()
-        elif isinstance(given, Cluster | Attached):
-            self._close()
-            self._cluster, self._given = given, True
         elif self._cluster is None:
             print(f"no ranks; a %%ranks cell starts {_DEFAULT_RANKS}, or as many as it says")
         else:
@@ -144,12 +136,8 @@ class Cells:
             raise PlanError(f"--in {name}: the notebook has no variable {name!r}")
         return self._shell.user_ns[name]
 
-    def _ranks(self, request: Request) -> Cluster | Attached:
+    def _ranks(self, request: Request) -> Cluster:
         """The running cluster, or a new one of the requested size."""
-        if self._given and self._cluster is not None:
-            if self._cluster.size != request.size:
-                raise PlanError(f"%%ranks {request.size}: {self._cluster.size} were given; %ranks close leaves them")
-            return self._cluster
         if self._cluster is not None and self._cluster.size != request.size:
             if not request.quiet:
                 print(
@@ -163,10 +151,9 @@ class Cells:
         return self._cluster
 
     def _close(self) -> None:
-        if self._cluster is not None and not self._given:
+        if self._cluster is not None:
             self._cluster.close()
-        self._cluster, self._given = None, False
-        self._communicates = False
+        self._cluster, self._communicates = None, False
 
 
 # The line after %%ranks
@@ -351,9 +338,7 @@ def _check_sendable(given: Mapping[str, object]) -> None:
             ) from None
 
 
-def _as_shown(
-    error: BaseException, cluster: Cluster | Attached | None, variables: Mapping[str, object]
-) -> BaseException:
+def _as_shown(error: BaseException, cluster: Cluster | None, variables: Mapping[str, object]) -> BaseException:
     """The exception, changed so that the notebook shows what happened in the rank and not the driver's own frames."""
     note = failures.note_of(error)
     if note is not None:

@@ -88,8 +88,8 @@ class Members(ABC, Generic[M]):
 
     far: bool
 
-    def __init__(self, size: int, generation: int = 0) -> None:
-        self.size, self.generation = size, generation
+    def __init__(self, size: int) -> None:
+        self.size, self.generation = size, 0
         self.ranks: dict[int, M] = {}
         self.run = 0
         self.busy = threading.Lock()
@@ -172,8 +172,7 @@ class Members(ABC, Generic[M]):
         self.ranks[member.rank] = member
         self.selector.register(member.control, selectors.EVENT_READ, partial(self._listen, member))
         for printer in member.printers:
-            if printer.descriptor >= 0:
-                self.selector.register(printer.descriptor, selectors.EVENT_READ, partial(self._pump, member, printer))
+            self.selector.register(printer.descriptor, selectors.EVENT_READ, partial(self._pump, member, printer))
 
     def send(self, rank: int, message: Any) -> None:
         """Send one message to a rank. If the rank has ended, `collect` notices that later."""

@@ -182,8 +182,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(eq=False)
 class Printer:
-    """Reads one pipe of one rank, which never blocks; gives whole lines and states of progress bars to the Output. A
-    rank elsewhere has no pipe (a descriptor of -1): what it prints comes in messages."""
+    """Reads one pipe of one rank, which never blocks; gives whole lines and states of progress bars to the Output."""
 
     rank: int
     descriptor: int
@@ -194,7 +193,7 @@ class Printer:
     def pump(self, limit: int = _CHUNK) -> None:
         """Read the output that has arrived, at most about `limit` bytes; never blocks."""
         total = 0
-        while self.open and self.descriptor >= 0 and total < limit:
+        while self.open and total < limit:
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:

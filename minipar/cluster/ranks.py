@@ -2,7 +2,6 @@
 
 Cluster     processes that this driver started, on its machine (local.py)
 Launched    processes that torchrun started, on any number of machines; the first one is also the driver (launched.py)
-Attached    engines of ipyparallel (attached.py)
 
 Each of them says how it carries out a `Call`; `Ranks` makes calls of the methods that users know.
 """

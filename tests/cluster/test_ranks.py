@@ -11,7 +11,6 @@ import torch
 
 from minipar import PlanError, data, evaluate, models, train
 from minipar.cluster import Cluster
-from minipar.cluster.attached import Attached
 from minipar.cluster.launched import Launched
 from minipar.cluster.ranks import MOST_LOCAL, Ranks
 from tests.conftest import Clusters
@@ -64,7 +63,7 @@ def test_a_rank_reports_by_the_cluster_as_well(clusters: Clusters) -> None:
     assert sorted(heard) == [(rank, "here") for rank in ranks]
 
 
-@pytest.mark.parametrize("kind", [Cluster, Launched, Attached])
+@pytest.mark.parametrize("kind", [Cluster, Launched])
 def test_calls_are_made_in_one_place(kind: type) -> None:
     assert issubclass(kind, Ranks)
     assert {"run", "run_on", "run_with", "run_reviving", "report"} & vars(kind).keys() == set()

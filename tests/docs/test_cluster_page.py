@@ -11,13 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import yaml
 from torch.distributed.run import config_from_args, parse_args
 
-from minipar import Cluster, cli
+from minipar import cli
 from minipar.cluster.launch import child_environment
 from tests.pages import DOCS, blocks
 
@@ -252,26 +251,6 @@ def test_the_manifest_fits_the_definition_of_a_job() -> None:
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-
-
-@pytest.mark.slow
-def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """With --thorough on engines, else on local ranks that the notebook takes for them; tests/cluster/test_attached.py
-    trains on engines."""
-    parallel = pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
-    if pytestconfig.getoption("--thorough"):
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    else:
-        ranks = Cluster(2, device="cpu")
-        engines = Mock(spec=("start_and_connect_sync", "stop_cluster_sync"))
-        monkeypatch.setattr(parallel, "Cluster", lambda n: engines)
-        monkeypatch.setattr(Cluster, "attach", {engines.start_and_connect_sync(): ranks}.get)
-    (_, script), (line, notebook) = blocks("cluster.md")
-    space: dict[str, Any] = {"__name__": "a_page"}
-    exec(script[: script.index("ranks = ")] + "from minipar import train", space)  # its imports
-    exec(compile("\n" * (line - 1) + notebook, str(DOCS / "cluster.md"), "exec"), space)
-    assert len(space["run"].losses) == 5
-    assert space["ranks"].state == "closed"
 
 
 # (Run to its end with --thorough, as the batch file.)
