@@ -6,6 +6,7 @@ python docs/site/engine.py build/site/_static        (docs/site/build.py calls i
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -101,7 +102,10 @@ def build(target: Path, modules: Path) -> int:
     shutil.copytree(views, target / "views", ignore=shutil.ignore_patterns("*.test.mjs", "package.json"))
     for view in (target / "views").glob("*.js"):
         view.with_suffix(".css").touch()
-    shutil.copytree(HERE / "live", target / "live")
+    shutil.copytree(HERE / "live", target / "live", ignore=shutil.ignore_patterns("*.entry.js"))
+    command = [modules / ".bin" / "esbuild", HERE / "live" / "editor.entry.js", "--bundle", "--minify", "--format=esm"]
+    given = {**os.environ, "NODE_PATH": str(modules)}
+    subprocess.run([*command, f"--outfile={target / 'live' / 'editor.js'}", "--log-level=warning"], check=True, env=given)
     return pack(target / "minipar.zip")
 
 

@@ -17,18 +17,22 @@ from typing import Any
 from minipar.errors import MiniparError, PlanError
 from minipar.prediction.simulator import simulate
 from minipar.strategies.plan import Plan
+from minipar.trace import Trace
 from minipar_widgets.addresses import address_of, words_of
 from minipar_widgets.arguments import one_of
 from minipar_widgets.base import Explorer, View
+from minipar_widgets.collective_player import CollectiveView
 from minipar_widgets.host import ui
 from minipar_widgets.page import Page
+from minipar_widgets.timeline import Timeline
+from minipar_widgets.writing import judged
 
 
 class Simulated(Explorer):
     """A view of a trace, with a plan that is simulated for it."""
 
     def __init__(self, kind: type[Any], plan: str, layers: int) -> None:
-        self.view = kind(simulate(Plan.parse(plan).compile(layers=layers)))
+        self.view = kind(_trace(plan, layers))
         self.controls = {
             "plan": ui.Text(plan, description="plan", layout={"width": "min(44em, 100%)"}),
             "layers": ui.BoundedIntText(layers, min=1, max=128, description="layers"),
@@ -39,15 +43,23 @@ class Simulated(Explorer):
 
     def _changed(self, _: Any) -> None:
         try:
-            plan = Plan.parse(self.controls["plan"].value)
-            self.view.update(simulate(plan.compile(layers=self.controls["layers"].value)))
+            self.view.update(_trace(self.controls["plan"].value, self.controls["layers"].value))
         except MiniparError as error:
             self.view.problem = str(error)
             self.view.refresh()
 
 
+def _trace(words: str, layers: int) -> Trace:
+    """One step; of plans with servers six, with a slow worker. Errors: MiniparError."""
+    plan = Plan.parse(words)
+    if plan.sync != "ps":
+        return simulate(plan.compile(layers=layers), latency=0.1)
+    slow = tuple(1.0 + rank % 3 * 0.5 for rank in range(plan.ranks))
+    return simulate(plan.compile(layers=layers, steps=6), latency=0.1, stage_factors=slow)
+
+
 SIMULATED = {
-    "ServerView": ("sync=ps mode=async dp=3 microbatches=1", 4),
+    "ServerView": ("sync=ps mode=async dp=3", 4),
     "Timeline": ("pp=4 dp=2 zero=1 microbatches=8", 8),
 }
 VIEWS = (
@@ -67,7 +79,7 @@ def made(name: str) -> Explorer | View:
 
 
 class Live:
-    """One view of a page."""
+    """One view of a page, or one text that its reader writes."""
 
     def __init__(self) -> None:
         self._page: Page | None = None
@@ -77,6 +89,12 @@ class Live:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What the page has to know after a request: `open` (view, address), `set` (id, values), `send` (id, content).
         What cannot be is the `problem`, and nothing changes."""
+        if request["do"] == "write":
+            return self._written(request)
+        if request["do"] == "exercise":
+            checked = import_module("minipar_course.in_page").checked
+            passed, verdict, line = checked(str(request["imports"]), str(request["code"]))
+            return {"passed": passed, "verdict": verdict, "line": line}
         problem = ""
         try:
             if request["do"] == "open":
@@ -95,6 +113,20 @@ class Live:
             return {"changes": [], "address": "", "problem": problem}
         words = {name: text for name, text in self._view.address().items() if text != self._first.get(name)}
         return {"changes": self._page.changes(), "address": address_of(words), "problem": problem}
+
+    def _written(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What the engine says of a text (`code`, `stages`, `microbatches`), and the picture if it can run."""
+        found = judged(str(request["code"]), int(request["stages"]), int(request["microbatches"]))
+        said = {"reason": found.reason, "line": found.line, "details": found.details, "facts": found.facts}
+        if found.collective is not None:
+            name, kind = found.collective
+            view: View = CollectiveView(kind, name, int(request["stages"]), 4 << 20)
+            said |= {"facts": view.label} if not view.problem else {"reason": view.problem}
+        elif found.trace is not None:
+            view = Timeline(found.trace)
+        else:
+            return {**said, "changes": []}
+        return {**said, "changes": [] if said["reason"] else Page(view).changes()}
 
 
 _LIVE = Live()

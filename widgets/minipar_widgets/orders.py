@@ -21,6 +21,7 @@ from minipar.strategies.layout import both_ways, looped, wave
 from minipar.strategies.plan import Plan
 
 MOST = 1_000  # actions; longer orders are refused
+HAND = "by-hand"  # the name of a schedule that was made by hand
 ACTIONS: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
     "F": Forward,
     "B": Backward,
