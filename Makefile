@@ -9,7 +9,7 @@
 # make thorough  other long checks (hours): 120 kills of workers of a server, 3000 random models under random plans, plans with
 #              threes of keys, all cases of tests, 20000 mutants of programs, all benchmarks
 # make lint    ruff and mypy alone
-# make book    the course as a static site, in build/book, from the saved outputs
+# make site    the site, in build/site: live views, a place to write schedules, the lessons, all documents (needs npm)
 # make test-latest    all tests with the newest versions of everything, in an environment of its own
 # make clean   remove what tests, builds and the demo left behind (not .venv)
 #
@@ -20,7 +20,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lab lessons gallery book test-latest bench soak thorough lint clean
+.PHONY: demo test check lab lessons gallery site test-latest bench soak thorough lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,9 +38,9 @@ lab: $(READY)  # (docs/jupyter: without the menus that nbgrader adds for teacher
 lessons: $(READY)
 	$(BIN)/python tests/notebooks/refresh.py lessons/*.ipynb lessons/solutions/*.ipynb
 
-book: $(READY)
-	$(BIN)/python docs/book/build.py build/book
-	@echo "open build/book/index.html"
+site: $(READY)
+	$(BIN)/python -m docs.site.build build/site
+	@echo "$(BIN)/python -m http.server --directory build/site, and open http://localhost:8000"
 
 # Without constraints.txt, and always asking for newer versions: what a user who installs today gets.
 test-latest:

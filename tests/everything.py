@@ -43,6 +43,7 @@ LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/sharding", "tests/training"), 1),
     (OTHERS, 1),
     (("tests/widgets",), 1),
+    (("tests/site",), 1),
     (("lessons",), 2),
     (("tests/course", "tests/docs"), 1),
     (("tests/strategies", "tests/fuzz"), 1),

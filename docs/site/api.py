@@ -11,7 +11,10 @@ import minipar_widgets
 
 PARTS = {
     "plans": ("Plans and programs", ("minipar.program", "minipar.strategies")),
-    "predictions": ("Predictions and traces", ("minipar.prediction", "minipar.costs", "minipar.trace", "minipar.planner")),
+    "predictions": (
+        "Predictions and traces",
+        ("minipar.prediction", "minipar.costs", "minipar.trace", "minipar.planner"),
+    ),
     "runs": ("Runs", ("minipar.training", "minipar.execution", "minipar.cluster")),
     "errors": ("Errors", ("minipar.errors",)),
 }

@@ -1,10 +1,10 @@
 """The site, in build/site: views that are alive in the page, a place to write schedules, the lessons and all documents.
 
-    python docs/site/build.py build/site              static files, to be served by anything: python -m http.server
-    python docs/site/build.py build/site 01_*.ipynb   with these lessons only, and without the API
+    python -m docs.site.build build/site              static files, to be served by anything: python -m http.server
+    python -m docs.site.build build/site 01_*.ipynb   with these lessons only, and without the API
 
-Runs no cell of a lesson: pages show saved outputs. Errors: what Sphinx warns of, such as a link that leads nowhere, fails
-the build. Needs npm for what package.json names, and no network when it is read.
+Runs no cell of a lesson: pages show saved outputs. Errors: what Sphinx warns of, such as a link that leads nowhere,
+fails the build. Needs npm for what package.json names, and no network when it is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SETTINGS: dict[str, Any] = {
     "extensions": ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"],
     "nb_execution_mode": "off",
     "myst_heading_anchors": 3,
-    "suppress_warnings": ["myst.header"],  # solutions have a title, and then exercises
+    # Solutions have a title, and then exercises; hints have words among their code.
+    "suppress_warnings": ["myst.header", "misc.highlighting_failure"],
     "html_theme": "pydata_sphinx_theme",
     "html_theme_options": {
         "logo": {"text": "minipar"},
@@ -46,6 +47,8 @@ SETTINGS: dict[str, Any] = {
         "footer_end": [],
         "show_toc_level": 2,
     },
+    "html_context": {"default_mode": "auto"},
+    "html_favicon": str(HERE / "static" / "favicon.svg"),
     "html_sidebars": {page: [] for page in WIDE},
     "html_static_path": [str(HERE / "static")],
     "html_css_files": ["site.css", "site/live/live.css"],
@@ -102,6 +105,10 @@ def html(text: str) -> str:
     return f"```{{raw}} html\n{text}\n```\n"
 
 
+def doors(links: str) -> str:
+    return html(f'<div class="mp-doors">{links}</div>')
+
+
 def live(name: str, first: str, up: str = "") -> str:
     """A live view; its first picture is in the page."""
     data = first.replace("<", "\\u003c")
@@ -120,9 +127,12 @@ def front(first: str) -> str:
             ("Use", "docs/index.html", "Train your own model: installation, documents, API."),
         )
     )
-    tree = "```{toctree}\n:hidden:\n:maxdepth: 2\n\nLearn <learn/index>\nExplore <explore/index>\nWrite <write>\nDocs <docs/index>\n```\n"
-    words = "Parallel training that you can see: every strategy is a program, which is verified, simulated, run and drawn."
-    return f"# minipar\n\n{words}\n\n{live('ScheduleExplorer', first)}\n{html(f'<div class=mp-doors>{links}</div>')}\n{tree}"
+    parts = ("Learn <learn/index>", "Explore <explore/index>", "Write <write>", "Docs <docs/index>")
+    tree = "\n".join(["```{toctree}", ":hidden:", "", *parts, "```", ""])
+    words = (
+        "Parallel training that you can see: every strategy is a program, which is verified, simulated, run and drawn."
+    )
+    return f"# minipar\n\n{words}\n\n{live('ScheduleExplorer', first)}\n{doors(links)}\n{tree}"
 
 
 def explore() -> str:
@@ -133,16 +143,16 @@ def explore() -> str:
     )
     tree = "\n".join(["```{toctree}", ":hidden:", "", *VIEWS, "```", ""])
     words = "The engine itself runs in your browser, with nothing installed. Each view's address carries its state."
-    return f"# Explore\n\n{words}\n\n{html(f'<div class=mp-doors>{links}</div>')}\n{tree}"
+    return f"# Explore\n\n{words}\n\n{doors(links)}\n{tree}"
 
 
 def write() -> str:
     """The page with the editor."""
     examples = json.dumps(starting.EXAMPLES).replace("<", "\\u003c")
     words = (
-        "Write what each rank does, in order. The engine adds the messages, proves that it can run or says why not, and "
-        "draws what it would cost. The text runs in your browser, for ten seconds at most; the link carries it.\n\n"
-        "The same runs on real ranks after `pip install minipar`, with `train(..., Plan(schedule=\"mine\"))`: "
+        "Write what each rank does, in order. The engine adds the messages, proves that it can run or says why not, "
+        "and draws what it would cost. The text runs in your browser, for ten seconds at most; the link carries it.\n\n"
+        'The same runs on real ranks after `pip install minipar`, with `train(..., Plan(schedule="mine"))`: '
         "[schedules](docs/schedules.md), [collectives and passes](docs/extending.md)."
     )
     place = (
@@ -158,7 +168,7 @@ def documents(target: Path, whole: bool) -> None:
     names = sorted(path.stem for path in target.glob("*.md"))
     for name in names:
         path = ROOT / "docs" / f"{name}.md"
-        (target / f"{name}.md").write_text(lessons.within(path.read_text(), path, {path: "" for path in lessons.PAGES}))
+        (target / f"{name}.md").write_text(lessons.within(path.read_text(), path, dict.fromkeys(lessons.PAGES, "")))
     extra = api.pages(target / "api") if whole else []
     start = (ROOT / "README.md").read_text().partition("## Start")[2].partition("\n## ")[0]
     start = lessons.within(f"# Use\n\n## Start\n{start}", ROOT / "README.md", {})

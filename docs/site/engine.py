@@ -105,7 +105,9 @@ def build(target: Path, modules: Path) -> int:
     shutil.copytree(HERE / "live", target / "live", ignore=shutil.ignore_patterns("*.entry.js"))
     command = [modules / ".bin" / "esbuild", HERE / "live" / "editor.entry.js", "--bundle", "--minify", "--format=esm"]
     given = {**os.environ, "NODE_PATH": str(modules)}
-    subprocess.run([*command, f"--outfile={target / 'live' / 'editor.js'}", "--log-level=warning"], check=True, env=given)
+    subprocess.run(
+        [*command, f"--outfile={target / 'live' / 'editor.js'}", "--log-level=warning"], check=True, env=given
+    )
     return pack(target / "minipar.zip")
 
 

@@ -23,7 +23,7 @@ def pages(target: Path, names: Sequence[str] = ()) -> None:
     """Write the lessons of these names (default: all) with their solutions, and an index."""
     chosen = [path for path in sorted(HOME.glob(NAMES)) if not names or path.name in names]
     parts = [*chosen, *(HOME / "solutions" / path.name for path in chosen)]
-    known = {path: "" for path in (*parts, *PAGES)}
+    known = dict.fromkeys((*parts, *PAGES), "")
     (target / "solutions").mkdir(parents=True)
     answers = {path: exercises(path) for path in chosen}
     passing = starting.passing([one for found in answers.values() for one in found.values()])
@@ -55,8 +55,9 @@ def exercises(path: Path) -> dict[int, tuple[str, str]]:
 
 
 def imports_of(text: str) -> list[str]:
-    """The imports of a cell."""
-    return re.findall(r"^(?:import|from) [^\n(]+(?:\([^)]*\))?", text, re.MULTILINE)
+    """The imports of a cell, without torch's, which no page has."""
+    found = re.findall(r"^(?:import|from) [^\n(]+(?:\([^)]*\))?", text, re.MULTILINE)
+    return [line for line in found if not line.split()[1].startswith(("torch", "importlib"))]
 
 
 def solutions(path: Path) -> dict[str, str]:
@@ -72,14 +73,17 @@ def solutions(path: Path) -> dict[str, str]:
 
 
 def add_exercises(notebook: dict[str, Any], chosen: Mapping[int, tuple[str, str]]) -> None:
-    """Put an editor behind each of these code cells, with the cell's own text."""
+    """Put an editor in the place of each of these code cells, with the cell's own text."""
     cells: list[dict[str, Any]] = []
     number = -1
     for cell in notebook["cells"]:
-        cells.append(cell)
         number += cell["cell_type"] == "code"
-        if cell["cell_type"] == "code" and number in chosen:
-            code, imports = (escape(text).replace("\n", "&#10;") for text in ("".join(cell["source"]), chosen[number][0]))
+        if cell["cell_type"] != "code" or number not in chosen:
+            cells.append(cell)
+        else:
+            code, imports = (
+                escape(text).replace("\n", "&#10;") for text in ("".join(cell["source"]), chosen[number][0])
+            )
             place = f'<div class="mp-exercise" data-code="{code}" data-imports="{imports}"></div>'
             cells.append({"cell_type": "markdown", "metadata": {}, "id": f"editor-{number}", "source": place})
     if chosen:

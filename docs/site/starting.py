@@ -80,7 +80,9 @@ for imports, code in given:
 def alone(program: str, given: Any) -> Any:
     """Run a program, which makes `found` of `given`, in a Python without packages."""
     homes = [str(home) for home in engine.HOMES.values()]
-    text = f"import json, sys\nsys.path[:0] = {homes!r}\ngiven = json.load(sys.stdin)\n{program}\nprint(json.dumps(found))"
+    text = (
+        f"import json, sys\nsys.path[:0] = {homes!r}\ngiven = json.load(sys.stdin)\n{program}\nprint(json.dumps(found))"
+    )
     command = [sys.executable, "-I", "-S", "-c", text]
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
     if done.returncode:

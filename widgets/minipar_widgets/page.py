@@ -313,6 +313,8 @@ class Page:
         self.root = root
         self._known: list[Widget] = []
         self._told: list[dict[str, Any]] = []
+        self._number(root, [])  # (the numbers of a saved picture, whatever changes before the page is told)
+        self._told = [{} for _ in self._known]
 
     def changes(self) -> list[dict[str, Any]]:
         """For each widget that has changed its number, its kind, and the values that are new; children come first."""

@@ -52,7 +52,7 @@ function modelOf(id, ask) {
 }
 
 function viewOf(id, kind, ask) {
-  const name = kind.slice(5), model = modelOf(id, ask), el = make("div", { class: "mp-view" });
+  const name = kind.slice(5).replace(/[^a-z]/g, ""), model = modelOf(id, ask), el = make("div", { class: "mp-view" });
   for (const sheet of ["shared", name]) style(new URL(`../views/${sheet}.css`, import.meta.url).href);
   let drawn = null;
   return { el, update(state) {
@@ -75,6 +75,7 @@ function controlOf(id, ask, input, show, values, event = "input", after = []) {
   return { el, update(state) {
     Object.assign(all, state);
     name.textContent = all.description ?? "";
+    input.setAttribute("aria-label", name.textContent);
     input.disabled = !!all.disabled;
     if (all.tooltip) input.title = all.tooltip;
     show(all, state);
@@ -164,6 +165,7 @@ function nodeOf(id, kind, ask, nodes) {
 
 /** A tree of widgets in `place`; `draw(changes)` as Page.changes() gives them, the root last. */
 export function treeOf(place, ask) {
+  style(new URL("../views/folding.css", import.meta.url).href);
   const nodes = new Map();
   return { draw(changes) {
     for (const { id, kind, state } of changes) {

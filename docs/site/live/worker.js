@@ -9,6 +9,7 @@
 import { loadPyodide } from "../pyodide/pyodide.mjs";
 
 const post = self.postMessage.bind(self);
+const NEVER = ["fetch", "XMLHttpRequest", "WebSocket", "WebTransport", "EventSource", "indexedDB", "caches", "BroadcastChannel", "Worker", "importScripts", "postMessage"];
 
 async function start() {
   post({ step: "loading Python" });
@@ -17,8 +18,8 @@ async function start() {
   post({ step: "loading minipar" });
   py.unpackArchive(await engine, "zip", { extractDir: "/minipar" });
   const answer = py.runPython("import sys\nsys.path.insert(0, '/minipar')\nfrom minipar_widgets.live import answer\nanswer");
-  for (const name of ["fetch", "XMLHttpRequest", "WebSocket", "EventSource", "indexedDB", "caches", "BroadcastChannel", "Worker", "importScripts", "postMessage"]) {
-    Object.defineProperty(self, name, { value: undefined });
+  for (const name of NEVER) for (let at = self; at; at = Object.getPrototypeOf(at)) {
+    if (Object.hasOwn(at, name)) Object.defineProperty(at, name, { value: undefined });
   }
   return answer;
 }

@@ -31,6 +31,7 @@ function open(place) {
   let busy = false, again = false;
 
   function say(found) {
+    place.dataset.judged = +(place.dataset.judged ?? 0) + 1;
     verdict.hidden = false;
     verdict.dataset.wrong = !!found.reason;
     verdict.textContent = found.reason ? `✗ ${found.line ? `line ${found.line}: ` : ""}${found.reason}` : `✓ ${found.facts}`;
@@ -46,7 +47,7 @@ function open(place) {
     place.setAttribute("aria-busy", "true");
     const code = editor.text(), request = { do: "write", code, stages: +stages.value, microbatches: +microbatches.value };
     history.replaceState(null, "", `${location.pathname}${location.search}#${new URLSearchParams({ stages: stages.value, microbatches: microbatches.value, code })}`);
-    await engine.within(LIMIT, request).then(say, (error) => say({ reason: error.message }));
+    await engine.within(+(place.dataset.limit ?? LIMIT), request).then(say, (error) => say({ reason: error.message }));
     busy = false;
     place.setAttribute("aria-busy", "false");
     if (again) { again = false; judge(); }
