@@ -89,7 +89,6 @@ class Service:
 class Task:
     """What every rank must know of a run; the keys of the settings are those of the job's model.
 
-    at_once   whether workers report each step when it is done: it is shown, or a worker may die
     slow      delays of emulated devices, one for each worker
     """
 
@@ -98,16 +97,14 @@ class Task:
     settings: Settings
     storing: Storing
     keep_gradients: bool
-    at_once: bool
     slow: list[Delays] | None
     watching: Watching | None
 
 
 class Worked(NamedTuple):
-    """What a worker brings back: the steps that it has not reported, bytes of the values of its program and of input
-    rows, and by how much times may be wrong against those of another host."""
+    """What a worker brings back at the end: bytes of the values of its program and of input rows, and by how much times
+    may be wrong against those of another host. (It reports each step when it is done.)"""
 
-    steps: list[Step]
     sizes: dict[Value, int]
     data: int
     clock_error: float
@@ -170,16 +167,13 @@ def execute_served(
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
             warnings(rank, fact)
-        else:
-            report(fact)
 
     folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     groups = tuple(g for g, group in enumerate(program.groups) for _ in group.tensors)  # of each key
     mode = Mode.parse(program.serving.mode, workers)
     settings = Settings(folder, (), workers, program.steps, mode, servers, groups, on_death, program.clip,
                         program.compress, pacing)  # fmt: skip
-    at_once, watching = watch is not None or on_death == "continue", watching_of(memory, cluster.emulates)
-    task = Task(job, program, settings, storing, keep_gradients, at_once, slow, watching)
+    task = Task(job, program, settings, storing, keep_gradients, slow, watching_of(memory, cluster.emulates))
     try:
         with storing.around() if storing.folder else contextlib.nullcontext():
             revivals = _REVIVALS if on_death == "continue" else 0
@@ -189,7 +183,6 @@ def execute_served(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     worked, served = ([one for one, _ in some] for some in (found[:workers], found[workers:]))
-    steps |= {(one.worker, one.step): one for each in worked for one in each.steps}
     execution, service = _result(task, blocks, steps, worked, served, deaths)
     show(program.steps, lambda: execution.losses, lambda: None)
     return replace(execution, shares=shares), service
@@ -355,19 +348,17 @@ def _be_worker(
     one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
     one.compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     part = Part(storing, settings.servers, header, partial(collect, one, outline, served=True))
-    done: list[Step] = []
     with (
         contextlib.suppress(ServerClosed),  # (it was started again after the end)
         closing(Servers(settings, rank)) as one.servers,
     ):
         for step in _steps(task, one, one.servers, clock, part):
-            worker.report(step if task.at_once else step.step)
-            done += [] if task.at_once else [step]
+            worker.report(step)
     named = {value for ins in one.instructions for value in (*ins.reads, *ins.writes)} | program.state[rank]
     sizes = {_of_any_step(value): one.size(value) for value in named}
     share = part.end() if rank == 0 else Share(header)
     share = replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
-    return Worked(done, sizes, one.compute.data_bytes(), clock.error), share
+    return Worked(sizes, one.compute.data_bytes(), clock.error), share
 
 
 def _steps(task: Task, one: Worker, servers: Servers, clock: clocks.Reading, part: Part) -> Iterator[Step]:

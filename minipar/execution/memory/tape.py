@@ -136,7 +136,7 @@ def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bo
         find_overwriting(layer, visit.given)
     before = visit.carried
     with torch.no_grad():
-        recorder, given = _given(layer, visit, None)
+        recorder, given = _given(visit, None)
         run = _runner(layer, visit, before, recorder, False)
         with recorder:
             output = run(given_to(layer, given))
@@ -207,7 +207,7 @@ def _with_graph(
     arrived: dict[int, Tensor] = {}
     fresh = [p for p in layer.parameters() if p.grad is None]
     inner = visit.number > first  # (a gradient of its input is wanted)
-    recorder, given = _given(layer, visit, (root, arrived.__setitem__) if inner else None)
+    recorder, given = _given(visit, (root, arrived.__setitem__) if inner else None)
     run = _runner(layer, visit, before, recorder, True)
     leaves: list[Tensor] = []
     with recorder:
@@ -268,7 +268,7 @@ def _with_graph(
     return forward, freed_first + backward, input_tape, lies, back
 
 
-def _given(layer: nn.Module, visit: Visit, source: Any) -> tuple[_Recorder, Any]:
+def _given(visit: Visit, source: Any) -> tuple[_Recorder, Any]:
     """The layer's input, held by nobody else, and a recorder that knows it."""
     device = next((t.device.type for t in tensors(visit.given)), "cpu")
     recorder = _Recorder(device)
