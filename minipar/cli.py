@@ -163,7 +163,11 @@ def _parser() -> _Parser:
         "bytes on every rank of a plan, from formulas; where none is known, of its program",
     )
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
-    one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
+    one.add_argument(
+        "--model",
+        required=True,
+        help="name of a preset or a published model, such as gpt3-175b; or module:build, as for run",
+    )
     one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: one for each micro-batch)")
 
     one = command("estimate", _estimate, _show_estimate, "seconds and memory of a step on machines that are not here")
@@ -186,7 +190,7 @@ def _parser() -> _Parser:
     command("validate", _validate, _show_validate, "predictions beside published numbers, row by row")
 
     one = command("shard", _shard, _show_shard, "how a model's operators are divided over a mesh, and what that sends")
-    one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
+    one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny; or module:build, as for run")
     one.add_argument("--mesh", required=True, type=_mesh, help="axes and their sizes, such as dp=2,tp=2")
     one.add_argument(
         "--annotate", default=None, metavar="RULES",
@@ -460,12 +464,15 @@ def _to_train(name: str, seed: int) -> tuple[Any, Any, Any]:
 
     if ":" not in name:
         return partial(models.build, name), data.for_model(name, seed=seed), models.loss_of(name)
-    built = _called(name, "(model, data) or (model, data, loss)")
+    built = _called(name, _GIVEN)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
-        raise PlanError(f"--model {name}: must return (model, data) or (model, data, loss), as `train` takes them")
+        raise PlanError(f"--model {name}: must return {_GIVEN}, as `train` takes them")
     from torch.nn.functional import cross_entropy
 
     return built if len(built) == 3 else (*built, cross_entropy)
+
+
+_GIVEN = "(model, data) or (model, data, loss), where None is the model's own loss"
 
 
 def _service(run: Run, plan: Plan) -> dict[str, Any]:
@@ -524,6 +531,7 @@ def _show_run(result: dict[str, Any]) -> str:
 
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    from minipar.models import shapes
     from minipar.prediction import memory_formula
 
     words, batch = without_micro_batch_size(options.plan, options.batch)
@@ -534,11 +542,15 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
                 f"plan {words}: has {number} {key}, too many to list them; possible is a plan with at most "
                 f"{MOST_LISTED}, or `minipar estimate`"
             )
-    known, preset = None, PRESETS.get(options.model)
-    if preset is not None and (plan.slice_count > 1 or plan.place is not None or isinstance(preset, Branchy)):
-        from minipar.training import program_memory  # (it needs torch)
+    known, preset, own = None, PRESETS.get(options.model), ":" in options.model
+    profiled = plan.slice_count > 1 or plan.place is not None or isinstance(preset, Branchy)
+    if own or (preset is not None and profiled):
+        from minipar.training.program_memory import first_batch, of_ranks  # (it needs torch)
 
-        known = program_memory.of_ranks(plan, options.model, batch)
+        if not own:
+            plan.compile(shapes.shape(options.model), check=False)  # (it refuses what cannot be before a rank starts)
+        with first_batch(*_to_train(options.model, 0), batch or plan.dp * plan.total_microbatches) as job:
+            known, batch = of_ranks(plan, job), job.batch
     return memory_formula.report(words, options.model, batch, known)
 
 
@@ -712,13 +724,15 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     mesh, tensor = options.mesh, options.mesh.length("tp")
     if options.sequence_parallel and tensor == 1:
         raise PlanError("--sequence-parallel: is of ranks that share layers; possible is --mesh tp=2")
-    from minipar import data, models, sharding
+    from minipar import sharding
+    from minipar.models.tensors import take_rows
     from minipar.sharding import sharded
+    from minipar.training.program_memory import first_batch
 
     if rules is not None and options.sequence_parallel:
         rules = {**sharding.sequence_parallel(), **rules}
-    x, _ = data.for_model(options.model).batch(0, options.batch)
-    model = models.build(options.model)
+    with first_batch(*_to_train(options.model, 0), options.batch) as job:
+        model, x = job.build(), take_rows(job.sample(job.batch)[0][0], range(job.batch))
     if rules is None and mesh.length("ep") > 1:
         sharded.check_experts(model, mesh.length("ep"))
     captured = sharding.capture_model(model, x)

@@ -245,6 +245,36 @@ def test_shard_over_two_axes(capsys):
     assert not [one for one in tokens["collectives"] if one["value"] == "5:transpose"]
 
 
+OWN_MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 4)])
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.blocks[1](self.blocks[0](x).tanh()), y)
+
+def build():
+    return Net, [(torch.randn(6, 8), torch.randn(6, 4))], None
+"""
+
+
+def test_a_model_of_one_s_own_with_its_own_loss(capsys, tmp_path, monkeypatch):
+    (tmp_path / "net_of_mine.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    name = "--model", "net_of_mine:build"
+    assert data(capsys, "run", "dp=2", *name, "--steps", "2", "--check")["max_gradient_error"] < 1e-5
+    found = data(capsys, "memory", "pp=2", *name)
+    assert found["batch"] == 6
+    assert [rank["parameters"] for rank in found["per_rank"]] == [4 * (8 * 16 + 16), 4 * (16 * 4 + 4)]
+    shard = data(capsys, "shard", *name, "--mesh", "tp=2")
+    assert shard["forms"]["blocks.0.weight"] == "S0 on tp"
+    assert shard["whole"] == {}
+
+
 @pytest.mark.parametrize(("words", "reasons"), [
     ("--mesh tp=3", ["1.attention.qkv (linear)", "3 ranks of tp=3 cannot cut into equal blocks", "nearest choice is"]),
     ("--mesh dp=3", ["layer 0: x: form S0 on dp: dimension 0 has 16 elements", "S0 over 2 ranks"]),
