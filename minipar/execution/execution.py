@@ -6,6 +6,7 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -417,6 +418,7 @@ class Running:
         self.done: list[tuple[PassRecord, ...]] = []
         self.passed: list[Passed] = []
         self.graded = self.ended = False
+        self._left = time.monotonic()
         self._key, self._begun, self._kept, self._clock_error = new_token(), False, False, 0.0
 
     def go_on(
@@ -428,12 +430,15 @@ class Running:
         self.graded = gradients and (self.graded or not begin)
         stretch = Stretch(range(begin, begin + passes), last and begin + passes == count, gradients, model, start)
         given, self._begun, self._kept = (None if self._begun else (self.job, self.work)), True, False
+        if isinstance(self.hear, Following):
+            self.hear.waited(time.monotonic() - self._left)
         passed: list[Passed] = self.ranks.run_with(self.hear, _passes, self._key, given, stretch)
         self.passed = passed
         self.done += zip(*(p.passes for p in passed), strict=True)
         self.ended = passed[0].ended
         self._kept = not self.ended
         self._clock_error = max(self._clock_error, *(p.clock_error for p in passed))
+        self._left = time.monotonic()
         return range(begin, len(self.done))
 
     @property

@@ -163,6 +163,10 @@ class Paced:
         self._begun = self._shown = time.monotonic()
         self._warm = 0, 0.0
 
+    def wait(self, seconds: float) -> None:
+        """Leave out these seconds."""
+        self._begun, self._shown = self._begun + seconds, self._shown + seconds
+
     def __call__(self, step: int, losses: Callable[[], list[float]], trace: Callable[[], Trace | None]) -> None:
         """`step` steps are done. `losses` and `trace` are called only if the moment is shown."""
         now = time.monotonic()
@@ -226,6 +230,10 @@ class Following:
         self._steps += program.steps
         self._show(self._steps, self._losses.copy, lambda: self._trace)
         return None
+
+    def waited(self, seconds: float) -> None:
+        """The ranks have waited so long, which is no part of the run's time."""
+        self._show.wait(seconds)
 
     def _call_back(self, losses: list[float], of_rank: Sequence[News]) -> None:
         """Call the callback for each step of a pass."""

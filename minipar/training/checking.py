@@ -130,7 +130,7 @@ class Checker:
     expected  why other numbers are no mistake; "" if there is no reason
     notes     what an error says of the model under this plan
     eps       the relative rounding of what ranks compute with, where that is larger than that of the parameters
-    given     whether plain torch's updates take the gradients of the ranks; else it trains on its own
+    alone     plain torch trains on its own; else its updates take the gradients of the ranks
     start     where the next stretch begins
     plain     what plain torch has made of the last one
     """
@@ -143,11 +143,10 @@ class Checker:
     notes: Sequence[str]
     threads: int
     eps: float
-    given: bool
+    alone: bool
     start: Start
     checked: Checked
     plain: Reference | None = None
-    compared: int = 0  # stretches
 
     def ahead(self, done: int, total: int, one: bool) -> tuple[int, bool, bool]:
         """How many passes the ranks do next (`one`: not more than one), whether these are compared, and whether those
@@ -162,7 +161,7 @@ class Checker:
     ) -> None:  # fmt: skip
         """Compare what the ranks did in so many steps from `start` on, and what each has of the model then. Raises
         CheckError."""
-        checked, given = self.checked, self.given and isinstance(work, int) and not self.plan.inference
+        checked, given = self.checked, isinstance(work, int) and not (self.alone or self.plan.inference)
         numbers = range(self.start.step, self.start.step + steps)
         split = self.plan.dp * self.plan.total_microbatches > 1
         try:
@@ -175,18 +174,14 @@ class Checker:
         except Exception as error:
             if self.every:
                 raise
-            checked.reason, self.passes = f"plain torch could not be asked: {said(error)}", []
-            return
-        self.compared += 1
+            return self._stop(f"plain torch could not be asked: {said(error)}")
         there = differences(self.start.step, losses, gradients, ranks, plain, split)
         checked.steps += numbers
         checked.error = max(checked.error, error_of(there))
-        if plain.remembers:
-            self._stop(f"{plain.remembers[0]} changes from step to step")
         checked.reason = self.expected or checked.reason
         suspicious = beyond([] if self.expected else there, self.eps)
         if not suspicious:
-            return
+            return None
         shaken = ask(shaken=max(self.eps, *(one.eps for one in suspicious)))
         pieces = [*pieces_of("parameters", shaken.parameters), *pieces_of("buffers", shaken.buffers)]
         rounding = {
@@ -195,24 +190,26 @@ class Checker:
         }
         wrong = [one for one in suspicious if not one.apart <= _ROUNDINGS * rounding.get(one[:3], 0.0)]
         if wrong and (changing := [step for step in numbers if not self._reads_alike(step)]):
-            checked.steps, checked.error, self.passes = [], 0.0, []
-            checked.reason = f"the data give other rows when step {changing[0]} is read again"
-        elif wrong:
+            checked.steps, checked.error = [], 0.0
+            return self._stop(f"the data give other rows when step {changing[0]} is read again")
+        if wrong:
             raise mistake(wrong, len(ranks), self.plan, self.notes)
+        return None
 
     def go_on(self, shares: Sequence[Share], step: int) -> None:
         """The next comparison begins at a step, with what the ranks have before it."""
+        if self.plain is not None and self.plain.remembers:
+            return self._stop(f"later steps not: {self.plain.remembers[0]} changes from step to step")
         try:
             schedule = plain_schedule(shares[0].header.schedule)
             self.start = Start(step, keeping.whole_of(shares, "check"), schedule)
         except SaveError as error:
-            self._stop(error.reason.partition(";")[0].removeprefix("check: "))
+            self._stop(f"later steps not: {error.reason.partition(';')[0].removeprefix('check: ')}")
+        return None
 
     def _stop(self, reason: str) -> None:
         """Compare no later steps."""
-        if len(self.passes) > self.compared:
-            self.checked.reason = f"later steps not: {reason}"
-        self.passes = []
+        self.passes, self.every, self.checked.reason = [], False, reason
 
     def _read(self, step: int) -> Any:
         data = self.job.data

@@ -761,7 +761,7 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     job         further fields of the `Job`
     """
     batches = reader(task["data"], task["batch"], task["dtype"])
-    model = build(task["model"], task["job"]["seed"], task["dtype"], batches(0)[0], task["evaluate"])
+    model = build(task["model"], task["job"]["seed"], task["dtype"], batches(task["job"]["first"])[0], task["evaluate"])
     saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
     go_on(saved, model)
     if task["shaken"]:

@@ -455,7 +455,7 @@ def _checker(asked: Asked, job: Job, facts: Facts, main: Program, predicted: Tra
     notes = [f"{name} computed whole ({why})" for name, why in facts.whole.items()] + facts.split_sensitive
     return Checker(
         plan, job, asked.check is True, chosen if compared else [], expected, notes, ranks.threads, eps,
-        not asked.reference, start, checked,
+        asked.reference and asked.check is True, start, checked,
     )  # fmt: skip
 
 
@@ -620,7 +620,7 @@ def _reference(
 ) -> tuple[Reference | None, float | None]:
     """What plain torch makes of the whole run, and its seconds for a step where it does what one device would."""
     work = _plain_work(asked.plan, done.program, service, steps)
-    if checker.every and checker.plain is not None:
+    if asked.check is True and checker.plain is not None:
         plain = checker.plain
     elif asked.reference:
         with asked.bar(steps, "plain torch, one process") as meter:

@@ -149,6 +149,10 @@ def test_a_saved_run_goes_on_under_another_plan(two: list[dict[str, Any]], over_
     whole = under_torchrun.trained("pp=2", over_gloo, steps=5)
     assert two[0]["resumed"] == pytest.approx(whole.losses[3:], rel=1e-12)
     assert two[0]["evaluated"] == pytest.approx(whole.losses[3], rel=1e-12)
+    losses, after, times = zip(*two[0]["loop"], strict=True)
+    assert losses == pytest.approx(whole.losses[:3], rel=1e-12)
+    assert after == pytest.approx(whole.losses[1:4], rel=1e-12)
+    assert min(times) > 0
 
 
 def test_four_ranks_on_two_hosts_that_share_no_memory_train_as_a_local_cluster_over_gloo(launches: Launches) -> None:

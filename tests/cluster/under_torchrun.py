@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar import Cluster, Launched, Run, StepInfo, cli, communicator, evaluate, models, resume, train
+from minipar import Cluster, Launched, Run, StepInfo, cli, communicator, evaluate, models, resume, stepping, train
 from minipar.cluster import worker
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -82,6 +82,16 @@ def two(folder: Path) -> dict[str, Any]:
     )
     run = trained(TWO[0])
     found["evaluated"] = evaluate(partial(models.mlp, SIZES), rows(), "dp=2", state=run, dtype=torch.float64).loss
+    found["loop"] = []
+    options: dict[str, Any] = {
+        "batch": 16,
+        "dtype": torch.float64,
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    }
+    for step in stepping(partial(models.mlp, SIZES), rows(), TWO[0], **options):
+        found["loop"].append([step.loss, step.evaluate(rows()).loss, step.trace.time])
+        if step.step == 2:
+            break
     here = Launched.here()
     found["sums"] = here.run(lambda: communicator.create().allreduce(worker.context().rank + 1))
     found["one"] = here.run_on([1], lambda: (os.getpid(), os.environ["RANK"]))
