@@ -28,7 +28,7 @@ from minipar.comm.transport import sockets
 from minipar.comm.transport.sockets import Far, Sockets
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.updating import Form
-from minipar.server import messages
+from minipar.server import messages, process
 from minipar.server.process import Server
 from minipar.server.pushing import Servers
 from minipar.server.shard import Settings, Shard
@@ -104,20 +104,20 @@ def test_a_rank_does_not_wait_for_a_stranger_that_says_a_byte_now_and_then(
     store, said = dist.HashStore(), list[int]()
     ends = [Sockets(k, str(tmp_path / f"{k}"), Far(frozenset((1 - k,)), "127.0.0.1", store, TOKEN)) for k in range(2)]
     with closing(ends[0]) as a, closing(ends[1]) as b, closing(come(b.listeners[1].getsockname(), b"", True)) as slow:
-
-        def drip() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    said.append(slow.send(b"\0"))
-                    time.sleep(0.1)
-
-        thread = threading.Thread(target=drip)
+        thread = threading.Thread(target=drip, args=(slow, said))
         thread.start()
         a.send(torch.ones(1), 1, 3)
         b.receive(into := torch.zeros(1), 0, 3).wait()
         assert into.item() == 1.0
         thread.join(20)
         assert len(said) < 20
+
+
+def drip(slow: socket.socket, said: list[int]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            said.append(slow.send(b"\0"))
+            time.sleep(0.1)
 
 
 @pytest.fixture
@@ -142,6 +142,18 @@ def test_a_parameter_server_hears_who_proves_the_key(server: Server, said: bytes
     assert server.served.values.view(torch.float32).tolist() == [-1.0, -1.0]
     stranger.close()
     assert not unpickled
+
+
+def test_nor_does_a_parameter_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SHORTLY", 0.3)
+    ended, (store, _), said = threads.start(server.run, "serves"), messages._place(""), list[int]()
+    store.wait(["0"])
+    with closing(come(tuple(json.loads(store.get("0"))), b"", True)) as slow:
+        drip(slow, said)  # (until the server hangs up)
+    with closing(Servers(server.settings, 0)) as ps:
+        while ps.next_step() is not None:
+            ps.push({"w": torch.ones(2)})
+    assert ended.wait(10)
 
 
 def modes(folder: str) -> dict[str, int]:

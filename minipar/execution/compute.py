@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from minipar.comm import missing
 from minipar.data.batches import Batch, BatchPart, BatchRows
 from minipar.errors import MiniparError, RankError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
@@ -115,8 +116,9 @@ class Compute:
             self.remembered.setdefault(layer, Remembered(self.layers[layer]))
         # A forward whose backward is split must know of the hooks on tensors.
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
-        moving = {Op.SEND, *COPIES} if self.posts else COPIES
+        moving = {Op.SEND, Op.RECV, *COPIES} if self.posts else COPIES
         self.moved = {home(v) for ins in row if ins.op in moving for v in ins.reads}
+        self.came = {home(v) for ins in row if ins.op in moving for v in ins.writes}
         self.calls = self._calls()
 
     def _calls(self) -> dict[int, LayerCall]:
@@ -392,11 +394,19 @@ class Compute:
         """The gradients of the tensors of an instruction's output, each the sum over all layers that read it; None for
         a tensor where no reader has one. For the last layer of the model, None."""
         out = self.program.wiring.out[ins.layers[-1]]
-        found = [live[self._gradient(e, ins)] for e in out]
+        found = [self._read_gradient(self._gradient(e, ins), live) for e in out]
         if len(out) > 1:
             there = [[g for g in parts if g is not None] for parts in zip(*found, strict=True)]
             return [reduce(torch.add, parts) if parts else None for parts in there]
         return found[0] if found else None
+
+    def _read_gradient(self, value: Value, live: dict[Value, Any]) -> Any:
+        """A gradient without what says that it is missing. (Of one tensor on a GPU that is not asked: it would have to
+        be waited for.)"""
+        found = live[value]
+        if value not in self.came or not found or (len(found) == 1 and found[0] is not None and found[0].is_cuda):
+            return found
+        return [None if g is not None and missing.is_missing(g) else g for g in found]
 
     def _taken(
         self, piece: tuple[int, ...], ins: Instruction, received: list[Tensor | None] | None
@@ -420,7 +430,8 @@ class Compute:
         self, ins: Instruction, given: Any, received: list[Tensor | None] | None, live: dict[Value, Any]
     ) -> None:
         """Write the gradients of an instruction's inputs, one value for each layer that an input comes from. A missing
-        gradient becomes zeros if its value is copied, or sent by a transport that posts receives by their size."""
+        gradient has a number (`comm/missing.py`) if its value is copied, or sent by a transport that posts receives by
+        their size."""
         first, layer = self.program.first_trainable, ins.layers[0]
         into = self.program.wiring.into[layer]
         reads = self.program.forms[layer].reads if self.program.forms else ""
@@ -432,7 +443,7 @@ class Compute:
             if source >= first:
                 value = self._gradient(e, ins, written=True)
                 if mine is not None and value in self.moved:
-                    mine = [torch.zeros_like(t) if g is None else g for t, g in zip(places, mine, strict=True)]
+                    mine = [missing.like(t) if g is None else g for t, g in zip(places, mine, strict=True)]
                 live[value] = mine
                 same = value.form == self.program.form_of(value, (source,), written=False)
                 (self.weigh if same else self.weigh_form)(value, mine)

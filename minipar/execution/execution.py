@@ -832,7 +832,8 @@ def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Para
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:
     """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's. It is
     tried on parts of sequences, too, where the plan cuts them."""
-    if is_known(job.loss):
+    cut = _parts_of_sequences(plan, x)
+    if is_known(job.loss) and not cut:
         return None, ""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device
@@ -842,8 +843,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
             given = take_rows(x, range(_TRIED)) if tokens is None else take_tokens(take_rows(x, range(_TRIED)), tokens)
             return model(map_tensors(given, lambda t: t.to(device, copy=True)))
 
-        short, cut = None, _parts_of_sequences(plan, x)
-
+        short = None
         try:
             output = tried()
         except Exception as error:
@@ -852,7 +852,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
             return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         else:
             with suppress(Exception):  # (a model may take sequences of one length only: then nothing is tried)
-                short = tried(cut[0]) if cut else None
+                short = tried(cut[0]) if cut and plan.slice_count > 1 else None
         finally:
             for buffer, values in before:
                 buffer.copy_(values)
@@ -861,7 +861,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
     rows = min(job.batch, _TRIED_TARGETS)
     y = map_tensors(job.sample(rows)[0][1], lambda t: t.to(device))
     found = try_loss(job.loss, output, y, parts)
-    if short is not None:
+    if cut and (short is not None or plan.context_parallel > 1):
         try_tokens(job.loss, output, short, y, cut)
     return found
 

@@ -330,7 +330,12 @@ def _check_parts(update: Update, why: str, divided: bool, longest: int | None) -
     forms = [Form(name, tuple(min(n, longest or n) for n in shape), torch.float64) for name, shape, _ in update.forms]
     start, gradients = _trial({name: shape for name, shape, _ in forms})
     small, names = Update(update.factory, forms), list(start)
-    expected = _stepped(partial(make, update.factory), start, gradients)
+    expected, again = (_stepped(partial(make, update.factory), start, gradients, seed) for seed in (0, 1))
+    if any(not torch.allclose(expected[n], again[n], 0, 0, equal_nan=True) for n in names):
+        raise PlanError(
+            f"optimizer {update.name}: draws random numbers in step(), and ranks would draw others than one device; "
+            "possible is a torch.Generator of its own, which it makes with the same seed on all ranks"
+        )
     halves = [[names[0::2], names[1::2]], [names[: len(names) // 2], names[len(names) // 2 :]]] if divided else []
 
     def of(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -362,11 +367,12 @@ def _stepped(
     make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     start: dict[str, Tensor],
     gradients: list[dict[str, Tensor]],
+    seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Parameters after a few steps."""
+    """Parameters after a few steps. `seed`: of what draws in them."""
     parameters = {name: nn.Parameter(values.clone()) for name, values in start.items()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         optimizer = make(list(parameters.items()))
         for step in gradients:
             for name, p in parameters.items():
@@ -411,7 +417,8 @@ def _trial(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], list
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start = {name: torch.randn(tuple(shape), dtype=torch.float64) for name, shape in shapes.items()}
-        return start, [{name: size * torch.randn_like(v) for name, v in start.items()} for size in (1e-3, 1.0, 1e3)]
+        sizes = (1e-3, 1.0, 1e3) * 3  # (some of what an optimizer does begins a few steps later)
+        return start, [{name: size * torch.randn_like(v) for name, v in start.items()} for size in sizes]
 
 
 # settings and their scheduler -----------------------------------------------------------------------------------------

@@ -258,19 +258,30 @@ def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[rang
     """Test with one batch whether a loss of whole sequences is the weighted mean of the losses of their parts.
 
     output   the model's output for some rows; `short`: the same for the first part of their tokens, by which one sees
-             which dimension the tokens are
+             which dimension the tokens are. None: it is dimension 1, which sharing ranks have parts of
     y        targets of these rows
     tokens   the parts into which sequences are cut
 
     Errors: PlanError for a loss that looks at other tokens than those of a part, such as one that compares each output
-    with the next token.
+    with the next token; and where ranks have parts of an output without tokens.
     """
-    pairs = list(zip(tensors(output), tensors(short), strict=True))
-    dims = [next((d for d, n in enumerate(t.shape) if s.dim() == t.dim() and n != s.shape[d]), -1) for t, s in pairs]
     count = tokens[-1].stop
+    if short is None:
+        dims = [1 if t.shape[1:2] == (count,) else -1 for t in tensors(output)]
+    else:
+        pairs = zip(tensors(output), tensors(short), strict=True)
+        dims = [
+            next((d for d, n in enumerate(t.shape) if s.dim() == t.dim() and n != s.shape[d]), -1) for t, s in pairs
+        ]
     rows = min(count_rows(output), count_rows(y))
     y = take_rows(y, range(rows))
-    sizes = {t.shape[d] for d, (t, _) in zip(dims, pairs, strict=True) if d >= 0}
+    sizes = {t.shape[d] for d, t in zip(dims, tensors(output), strict=True) if d >= 0}
+    if short is None and not sizes:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors(output))
+        raise PlanError(
+            f"model: gives {shapes} for sequences of {several(count, 'token')}, nothing for each token, of which "
+            "context_parallel= gives each rank a part; possible are tp= or dp="
+        )
     if sizes != {count} or not rows:
         return  # (it has nothing for each token of the input: nobody can say what a part of it is)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -149,9 +149,11 @@ class ShardedModel(nn.Sequential):
     counts  how many ranks share them along each axis
     inputs  the form in which they have rows and targets (`Program.inputs`)
     whole   the layers that every rank computes whole, and why
+    names   of the parameters, in the whole model's order, which is this one's, too
     """
 
     whole: Mapping[str, str] = {}
+    names: Sequence[str] = ()
 
     def __init__(self, layers: Sequence[Sequence[Node]], counts: Sequence[int], inputs: str = "") -> None:
         super().__init__(*(node for nodes in layers for node in nodes))
@@ -166,11 +168,14 @@ class ShardedModel(nn.Sequential):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`, with the names of the whole model."""
+        """As `nn.Module.named_parameters`, with the names and the order of the whole model."""
+        found = [
+            (node.held[own].name, p) for node in self if isinstance(node, Node) for own, p in node.named_parameters()
+        ]
+        places = {name: k for k, name in enumerate(self.names)}
+        found.sort(key=lambda one: places.get(one[0], 0))
         seen: set[int] = set()
-        for node in self:
-            assert isinstance(node, Node)
-            for own, parameter in node.named_parameters():
-                if id(parameter) not in seen or not remove_duplicate:
-                    seen.add(id(parameter))
-                    yield (f"{prefix}." if prefix else "") + node.held[own].name, parameter
+        for name, parameter in found:
+            if id(parameter) not in seen or not remove_duplicate:
+                seen.add(id(parameter))
+                yield (f"{prefix}." if prefix else "") + name, parameter

@@ -1,13 +1,14 @@
 """Weights that a layer shares with another in a way that torch does not see: `self.tied = [other.weight]`.
 
-A layer that keeps a parameter in a plain list, a dict or a closure computes with it, but does not name it among its
-own: the rank that has the layer would not know that it needs the weight, and a gradient that it makes would be lost.
-`register` makes such a weight one of the layer's own, as `self.weight = other.weight` does. It is a tie then.
+A layer that keeps a parameter in a plain list, a dict, a closure or another object, or finds it by a global name,
+computes with it, but does not name it among its own: the rank that has the layer would not know that it needs the
+weight, and a gradient that it makes would be lost. `register` makes such a weight one of the layer's own, as
+`self.weight = other.weight` does. It is a tie then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,9 +24,10 @@ def register(model: nn.Module) -> None:
     layer, which would get another name."""
     layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     owner = {id(p): k for k, (_, layer) in reversed([*enumerate(layers)]) for p in layer.parameters()}
+    read: dict[type, list[tuple[str, nn.Parameter]]] = {}
     for k, (name, layer) in enumerate(layers):
         own = {id(p) for p in layer.parameters()}
-        for attribute, p in [*_held_by(layer)]:
+        for attribute, p in [*_held_by(layer, read)]:
             if id(p) in own or id(p) not in owner:
                 continue
             if owner[id(p)] > k:
@@ -38,13 +40,21 @@ def register(model: nn.Module) -> None:
             layer.register_parameter(f"held_{len(own)}", p)
 
 
-def _held_by(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters in attributes of a layer that are no parameters or modules of it, with the attribute's name."""
+def _held_by(layer: nn.Module, read: dict[type, list[tuple[str, nn.Parameter]]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a layer reaches by attributes that are no parameters or modules of it, or by its code, with
+    the way to each. `read`: those that the code of a class reaches."""
 
     def around(value: Any) -> bool:  # what the layer is a part of
         return isinstance(value, nn.Module) and any(part is layer for part in value.modules())
 
+    def parameters(held: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
+        found = (pair for name, value in held.items() for pair in reached(value, name, around))
+        return [(path, p) for path, p in found if isinstance(p, nn.Parameter)]
+
     for module in layer.modules():
-        for name, value in vars(module).items():
-            if name not in _TORCH:
-                yield from ((name, p) for _, p in reached(value, name, around) if isinstance(p, nn.Parameter))
+        yield from parameters({name: value for name, value in vars(module).items() if name not in _TORCH})
+        for kind in type(module).__mro__:
+            if kind not in read:
+                own = {} if kind.__module__.partition(".")[0] in ("torch", "builtins") else vars(kind)
+                read[kind] = parameters({name: value for name, value in own.items() if name != "__init__"})
+            yield from read[kind]

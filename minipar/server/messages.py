@@ -1,7 +1,7 @@
 """Messages between parameter servers and workers, over the standard library's connections.
 
     meet       server 1 listens -> its address in torch's Store -> a worker connects, and both prove that they know the
-               secret of the run (multiprocessing.connection); before that nothing else is read
+               secret of the run (`wire.prove`); before that nothing else is read
     message    | header: a text in JSON | bytes of tensors, as many as both ends expect: from memory into memory |
 
 Nothing that a peer sends is unpickled or evaluated.
@@ -16,17 +16,18 @@ import os
 import socket
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.cluster import agreement, worker
+from minipar.cluster import agreement, wire, worker
 from minipar.comm.transport.sockets import keep_alive
 from minipar.errors import ServerClosed
 
 _LONGEST = 1 << 24  # bytes of a header
+_PATIENCE = 60.0  # seconds for a server to prove that it knows the secret
 _RETRY = 0.01  # seconds between two looks for a server that does not listen yet
 
 Header = dict[str, Any]
@@ -71,12 +72,11 @@ def reach(folder: str, server: int, secret: bytes) -> Connection:
             one.connect(address)
         else:
             one = socket.create_connection(address[:2])
-        found = connection_of(one)
-        answer_challenge(found, secret)
-        deliver_challenge(found, secret)
-    except (ConnectionError, EOFError, FileNotFoundError) as error:
-        raise ServerClosed(f"server {server} of {folder} has ended") from error
-    return found
+        wire.prove(one, secret, _PATIENCE, asks_first=False)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ServerClosed(f"server {server} of {folder} has ended ({error})") from error
+    one.settimeout(None)
+    return connection_of(one)
 
 
 def connection_of(one: socket.socket) -> Connection:
@@ -115,6 +115,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def admit(one: Connection, secret: bytes, seconds: float) -> None:
+    """At a server: have who has connected prove within so many seconds that it knows the secret. OSError."""
+    with socket.socket(fileno=os.dup(one.fileno())) as same:
+        wire.prove(same, secret, seconds, asks_first=True)
+        same.settimeout(None)
 
 
 def hang_up(one: Connection) -> None:

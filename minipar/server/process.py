@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Event
 
@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from minipar.cluster import threads
+from minipar.cluster.far import SHORTLY
 from minipar.execution.emulation import Pace
 from minipar.execution.updating import Form
 from minipar.prediction.service import Times
 from minipar.program import Op
 from minipar.program.server_rule import ANSWER, APPLY, DROP, TAKE, Consistency, Kind, Row
-from minipar.server.messages import Header, connection_of, hang_up, listen, reach, read, receive, send
+from minipar.server.messages import Header, admit, connection_of, hang_up, listen, reach, read, receive, send
 from minipar.server.packing import unpack
 from minipar.server.shard import Gradient, Settings, Shard, clip, combine, squares
 from minipar.strategies.passes.compress import pushed_bytes
@@ -160,8 +161,7 @@ class Server:
         """In a thread of its own: read a connection until it ends."""
         try:
             if not peer.kind:
-                deliver_challenge(peer.connection, self.settings.secret)
-                answer_challenge(peer.connection, self.settings.secret)
+                admit(peer.connection, self.settings.secret, SHORTLY)
             while True:
                 message = receive(peer.connection)
                 if message["what"] == "push":

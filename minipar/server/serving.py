@@ -345,6 +345,7 @@ def _be_worker(
         restore_layers(layers, names, Reading(storing.saved), lambda p: not p.requires_grad)
     spare = copied(model)  # to warm up: first calls take longer, and should not count in the first step
     Worker(program, rank, spare, job).run(job.batches, storing.first)
+    model.zero_grad()  # (a copy may use a weight of the model by a global name)
     one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
     one.compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     part = Part(storing, settings.servers, header, partial(collect, one, outline, served=True))

@@ -18,9 +18,10 @@ import logging
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -190,6 +191,8 @@ def _captured(
                 why = "hands on what it holds"
             elif any(_is_complex(node) for node in program.graph.nodes):
                 why = "computes with complex numbers"
+            elif any(not isinstance(op.call, torch._ops.OpOverload) for op in layer.graph.operators):
+                why = "has a transform of torch.func, such as vmap"
             elif compare:
                 why = difference(module, program.module(), given, flows)
             if not why:
@@ -197,7 +200,7 @@ def _captured(
         except PlanError as error:
             if not compare:
                 raise
-            why = error.reason.partition(": ")[2]
+            why = error.reason.partition(": ")[2] or error.reason
     graph, output = graph_of(module, given, why, flows)
     return Layer(graph), None, output
 
@@ -315,8 +318,9 @@ def _plain(name: str, value: Any) -> object:
         return tuple((str(key), _plain(name, one)) for key, one in value.items())
     if isinstance(value, partial):
         return ("partial", _plain(name, value.func), _plain(name, value.args), _plain(name, value.keywords))
-    if isinstance(value, Callable):  # type: ignore[arg-type]
-        return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, FunctionType):  # (all lambdas of a function have one name)
+        defaults = _plain(name, (value.__defaults__, value.__kwdefaults__))
+        return id(value.__code__), defaults, tuple(map(id, value.__closure__ or ()))
     return id(value)
 
 

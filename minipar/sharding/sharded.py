@@ -214,7 +214,7 @@ def local_model(
             built.append(_nodes(model, small, large, constants, rows, found, places, known))
         except PlanError as error:
             if not slices:
-                holders = _blamed(model, error, annotations is None)
+                holders = _blamed(model, error, annotations is None or isinstance(annotations, Preset))
                 if not holders.keys() <= graphs.whole.keys():
                     again = capture_graphs(model, count, example, slices, {**graphs.whole, **holders})
                     return local_model(model, index, sharers, example, annotations, inputs, slices, again)
@@ -234,9 +234,10 @@ def local_model(
                     f"{mesh[k][1]} ranks has a part of the targets; possible are models whose output has a number for "
                     "each token"
                 )
-        _add_end(layers[-1], inputs, len(mesh), graphs.found)
+        _add_end(layers[-1], inputs, len(mesh), graphs.found, graphs.layers[0][0])
     nodes = _one_behind_the_other(model, built, slices) if slices else built[0]
     shared = ShardedModel(nodes, [size for _, size in mesh], inputs)
+    shared.names = [name for name, _ in model.named_parameters()]
     shared.whole = dict.fromkeys(model._modules, undivided) | dict(graphs.whole) if undivided else graphs.whole
     return shared
 
@@ -483,7 +484,7 @@ class _End(Node):
         return filled(with_rows(self.form, next((len(t) for t in found if t.dim()), 0)), found)
 
 
-def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:
+def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any, captured: Sequence[Layer]) -> None:
     """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does; and
     where the output is no single tensor.
 
@@ -493,6 +494,8 @@ def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:
     has some tokens, gets a part of its gradient.
     """
     last = nodes[-1]
+    given_to, hands_on = captured[0].graph, captured[-1].graph
+    outputs = [hands_on.tensors[name] for name in hands_on.outputs]
     found = []
     for k, part in enumerate(parts_of(inputs, axes)):
         writes, grad_reads = along(last.forms.writes, k), along(last.forms.grad_reads, k)
@@ -500,7 +503,14 @@ def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:
             both = ("", "", "", grad_reads.replace("S", "C")) if writes else (writes, writes, grad_reads, grad_reads)
             found.append(both)
         elif not writes and not grad_reads:
-            found.append((f"C{part[1:]}", part, part, grad_reads))
+            dim = int(part[1:])
+            sizes = {t.shape[dim] for t in map(given_to.tensors.get, given_to.inputs) if t and len(t.shape) > dim}
+            shards = [t.shape[dim : dim + 1] and t.shape[dim] in sizes for t in outputs]
+            takes = text_of(tuple(f"C{dim}" if own else WHOLE for own in shards))
+            taken = text_of(tuple(part if own else WHOLE for own in shards))
+            smooth = zip(outputs, shards, strict=True)
+            given = text_of(tuple(part if own else PARTIAL for t, own in smooth if t.floating))
+            found.append((takes, taken, given, grad_reads))
         else:
             taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(writes)))
             given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(grad_reads)))

@@ -81,7 +81,32 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Attribute([{"params": parameters[:half], "lr": 0.3}, {"params": parameters[half:]}], lr=0.1)
 
 
-JOINT = {"norm": partial(Norm, lr=0.1), "lamb": partial(Lamb, longest=0.01), "attribute": two_groups}
+class Late(Norm):
+    """From its fifth step on."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        return torch.optim.SGD.step(self, closure) if self.done < 5 else super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p), alpha=0.01)
+        return super().step(closure)
+
+
+JOINT = {
+    "norm": partial(Norm, lr=0.1), "lamb": partial(Lamb, longest=0.01), "attribute": two_groups,
+    "late": partial(Late, lr=0.1),
+}  # fmt: skip
 
 
 def model() -> nn.Module:
@@ -100,7 +125,9 @@ def test_where_each_rank_has_all_parameters_they_are_right(clusters, plan, kind)
 @pytest.mark.parametrize("kind", JOINT)
 def test_where_a_step_has_fewer_parameters_they_are_refused_by_name(clusters, plan, kind):
     go = partial(train, model, rows(), plan, cluster=clusters(Plan.parse(plan).ranks), progress=False)
-    with pytest.raises(PlanError, match="optimizer (Norm|Lamb|Attribute): (updates|cannot update) .*; p(lan|rogram) '"):
+    with pytest.raises(
+        PlanError, match="optimizer (Norm|Lamb|Attribute|Late): (updates|cannot update) .*; p(lan|rogram) '"
+    ):
         go(optimizer=JOINT[kind])
 
 
@@ -115,6 +142,12 @@ def test_an_optimizer_that_looks_at_one_parameter_at_a_time_is_right(clusters, p
 def test_an_optimizer_with_a_list_of_its_own_is_refused(clusters, plan):
     with pytest.raises(PlanError, match="optimizer OwnList: does not update 0.weight by .* param_groups"):
         train(model, rows(), plan, cluster=clusters(Plan.parse(plan).ranks), optimizer=partial(OwnList, lr=0.1))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_an_optimizer_that_draws_is_refused(clusters, plan):
+    with pytest.raises(PlanError, match="optimizer Noisy: draws random numbers in step.*torch.Generator of its own"):
+        train(model, rows(), plan, cluster=clusters(Plan.parse(plan).ranks), optimizer=partial(Noisy, lr=0.1))
 
 
 @pytest.mark.parametrize("plan", ["", "dp=2", "pp=2", "dp=2 zero=1", "dp=2 sync=ps"])

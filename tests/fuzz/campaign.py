@@ -92,7 +92,7 @@ class Pair:
 
     @property
     def plan(self) -> dict[str, str]:
-        return dict(self.words)
+        return {key: value.lower() if value in ("True", "False") else value for key, value in self.words}
 
     def __str__(self) -> str:
         more = f", after {self.cut} of them: {plans.text(dict(self.later))}" if self.cut else ""
@@ -304,13 +304,13 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     rows, plan = models.Rows(pair.spec), pair.plan
     batches = rows.whole
     clip = None if plan.get("clip", "none") == "none" else float(plan["clip"])
-    if "local_steps" in plan:
+    inference = plan.get("inference") == "true"
+    if "local_steps" in plan and not inference:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
         return oracle.locally(
             pair.spec, batches, pair.steps, 5, pair.make, int(plan.get("dp", 1)), m, int(plan["local_steps"]), nudge,
             outside.SCHEDULERS[pair.scheduler],
         )  # fmt: skip
-    inference = plan.get("inference") == "true"
     plain = oracle.plain_of(pair.spec, 5, pair.make, nudge, outside.SCHEDULERS[pair.scheduler])
     return oracle.whole(plain, batches, pair.steps, clip, inference)
 
@@ -399,7 +399,7 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
             if "; possible " in (text := str(error).split("\n")[0]):  # (only a rank can know that)
                 return Outcome("refused", text)
         still = all(not g.abs().sum() for g in expected.gradients[0].values()) if expected.gradients else False
-        if kind == "NotFinite" and plan.get("schedule") in plans.STALE:
+        if kind == "NotFinite" and (plan.get("schedule") in plans.STALE or plan.get("mode", "sync") != "sync"):
             return Outcome("invalid", "late gradients diverge")
         if "precision" in plan and "dtype" in str(error):
             return Outcome("invalid", "the model cannot compute in bfloat16")

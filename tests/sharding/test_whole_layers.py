@@ -101,10 +101,27 @@ class InPlace(Layer):
         return nn.functional.dropout(self.inner(x), 0.0, inplace=True)
 
 
+def spectral() -> nn.Module:
+    """Its division by a norm has no rule."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Functional(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = {name: p * 2 for name, p in self.down.named_parameters()}
+        return torch.func.functional_call(self.down, doubled, (torch.tanh(self.up(x)),))
+
+
+class Transformed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.sin(self.inner(row)))(x)
+
+
 ODD = {
     "own backward": OwnBackward, "own clip": OwnClip, "straight-through": StraightThrough, "clamped": Clamped,
     "complex": Turned, "lstm": partial(Recurrent, nn.LSTM),
     "gru": partial(Recurrent, nn.GRU), "in-place dropout": InPlace,
+    "spectral norm": spectral, "doubled parameters": Functional, "a transform": Transformed,
 }  # fmt: skip
 
 
@@ -142,7 +159,7 @@ def test_what_belongs_to_the_backward_is_done(clusters, odd, plan):
     if "zero" in plan and odd == "complex":
         plan = "tp=2 dp=2"  # (slices are of numbers of one type)
     run, said = compared(clusters, partial(around, ODD[odd]), batch(8), plan)
-    assert odd == "straight-through" or any(
+    assert odd in ("straight-through", "spectral norm") or any(
         "1 layer computed whole by every rank that shares layers (1: " in text for text in said
     ), said
     divided = [form for form in run.program.forms if form.writes or form.grad_writes]
@@ -242,3 +259,49 @@ def test_slices_of_what_differs_are_refused():
 
     with pytest.raises(minipar.PlanError, match="Own: Double has a backward of its own, and slices of sequences"):
         sharding.capture_model(nn.Sequential(Own(), Own()), torch.randn(4, 6, WIDTH), 0)
+
+
+class Applied(nn.Module):
+    """Applies a function that it is given."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def scaled(by: float) -> Any:
+    return lambda x: x * by
+
+
+def of_functions() -> nn.Sequential:
+    sine, cosine = (Applied(function) for function in (lambda x: x.sin(), lambda x: x.cos()))
+    return nn.Sequential(Layer(), sine, cosine, Applied(scaled(2.0)), Applied(scaled(3.0)), nn.Linear(WIDTH, 3))
+
+
+def test_layers_that_differ_in_a_function_alone(clusters):
+    compared(clusters, of_functions, batch(8), "tp=2")
+
+
+def test_a_model_of_whole_layers_alone(clusters):
+    compared(clusters, lambda: nn.Sequential(OwnBackward(), OwnClip()), (batch(8)[0], batch(8)[0]), "tp=2",
+             nn.functional.mse_loss)  # fmt: skip
+
+
+class Pooled(Layer):
+    def forward(self, x: Tensor) -> Any:
+        found = Clipped.apply(self.inner(x))
+        return found, found.mean(1), found.argmax(-1)
+
+
+def test_parts_of_sequences_of_what_a_whole_layer_gives(clusters):
+    def loss(output: Any, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output[0] if isinstance(output, tuple) else output, y)
+
+    x, _ = batch(4, 6)
+    compared(clusters, lambda: nn.Sequential(Layer(), Pooled()), (x, x.flip(-1)), "context_parallel=2", loss)
+    model, data = [Layer(), Applied(lambda x: Clipped.apply(x).mean(1))], (x, torch.zeros(4, dtype=torch.long))
+    with pytest.raises(minipar.PlanError, match=r"gives \(4, 8\) for sequences of 6 tokens, nothing for each token"):
+        minipar.train(model, data, "context_parallel=2", cluster=clusters(2), progress=False, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from minipar import Plan, train
 from minipar.comm import missing
 from minipar.training.evaluation import state_of
+from tests.plain_loop import assert_equals_plain_torch
 from tests.toys import toy
 
 mse = torch.nn.functional.mse_loss
@@ -72,3 +73,31 @@ def test_a_sum_says_whether_all_its_terms_were_missing():
     assert not missing.is_missing(one + torch.tensor([0.0, -0.0, -0.0]))
     assert not missing.is_missing(torch.tensor([-0.0, 1.0]))
     assert not missing.is_missing(torch.ones(0))
+
+
+class Beside(torch.nn.Module):
+    """Hands on what the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.ones(4, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.table * 2
+
+
+class OnFirst(torch.nn.Linear):
+    def forward(self, given):
+        return super().forward(given[0]), given[1]
+
+
+@pytest.mark.parametrize("words", ["host_layers=1", "host_layers=2", "pp=2", "schedule=zb-h1"])
+def test_a_gradient_that_is_missing_stays_so_where_it_is_copied(clusters, words):
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(6, 6), Beside(), OnFirst(6, 6), OnFirst(6, 6))
+
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    decay = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    assert_equals_plain_torch(
+        clusters, words, make, (x, x.flip(0)), lambda output, y: (output[0] - y).square().mean(), decay
+    )

@@ -1,4 +1,5 @@
-"""Weights that layers share through lists, dicts and closures, which torch does not see; compared with plain torch."""
+"""Weights that layers share through lists, closures, objects and global names, which torch does not see; compared with
+plain torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,14 @@ from torch.nn import functional
 from minipar import PlanError, RankError, train
 from minipar.models import unregistered
 from tests.plain_loop import assert_equals_plain_torch
+
+
+class Holder:
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+
+HELD = Holder(nn.Parameter(torch.ones(6, 6)))
 
 
 class Applies(nn.Module):
@@ -28,6 +37,10 @@ class Applies(nn.Module):
             self.kept = lambda x: functional.linear(x, weight)
         elif how == "partial":
             self.kept = partial(functional.linear, weight=weight)
+        elif how == "object":
+            self.kept = Holder(weight)
+        elif how == "global":
+            HELD.weight = weight
         else:
             self.__dict__["kept"] = weight
         self.how = how
@@ -35,6 +48,8 @@ class Applies(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how in ("closure", "partial"):
             return self.kept(x) * self.scale
+        if self.how in ("object", "global"):
+            return functional.linear(x, (HELD if self.how == "global" else self.kept).weight) * self.scale
         weight = (
             self.kept if self.how == "attribute" else self.kept[0] if self.how == "list" else self.kept["all"][0][0]
         )
@@ -47,7 +62,7 @@ def make(how: str) -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), Applies(first.weight, how), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("how", ["list", "nested", "closure", "partial", "attribute"])
+@pytest.mark.parametrize("how", ["list", "nested", "closure", "partial", "attribute", "object", "global"])
 def test_such_a_weight_is_a_tie(how):
     model = make(how)
     names = [name for name, _ in model.named_parameters()]
@@ -58,9 +73,11 @@ def test_such_a_weight_is_a_tie(how):
 
 @pytest.mark.many(4)
 @pytest.mark.parametrize(
-    "words", ["pp=2", "schedule=zb-h1", "dp=2 zero=3", "offload=parameters", "pp=2 schedule=zb-v microbatches=4"]
-)
-@pytest.mark.parametrize("how", ["list", "closure"])
+    "words",
+    ["pp=2", "schedule=zb-h1", "dp=2 zero=3", "offload=parameters", "pp=2 schedule=zb-v microbatches=4", "tp=2",
+     "sync=ps dp=2"],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["list", "closure", "global"])
 def test_it_trains_as_in_plain_torch(clusters, words, how):
     torch.manual_seed(1)
     data = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
@@ -80,7 +97,7 @@ def test_what_holds_the_layer_itself_is_no_tie():
 def test_a_weight_of_a_later_layer_is_refused():
     model = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
     model[0].kept = [model[1].weight]
-    with pytest.raises(PlanError, match=r"layer 0 \(Tanh\) keeps a parameter of layer 1 in kept, .* self.tied = other"):
+    with pytest.raises(PlanError, match=r"layer 0 \(Tanh\) keeps a parameter of layer 1 in kept\[0\], .* = other"):
         unregistered.register(model)
 
 
