@@ -27,12 +27,12 @@ Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-
-import numpy as np
+from operator import sub
 
 from minipar.errors import PlanError
 from minipar.wording import several
@@ -171,28 +171,30 @@ def _best(work: list[float], cuts: list[float], rates: list[float], microbatches
 
 def _least_sum(work: list[float], cuts: list[float], rates: list[float], bound: float) -> tuple[int, ...] | None:
     """The split of least sum of stage times, where no stage takes more than `bound`; None if there is none."""
-    before = np.concatenate([[0.0], np.cumsum(work)])  # work of the first j layers
-    cut = np.concatenate([[0.0], cuts])
-    ends = np.arange(len(before))
-    least = np.where(ends == 0, 0.0, np.inf)  # least(s - 1, i) for all i
+    before = list(accumulate(work, initial=0.0))  # work of the first j layers
+    least = [0.0] + [math.inf] * len(work)  # least(s - 1, i) for all i
     tables = []
     for rate in rates:
-        # Layers i..j-1 take done[j] - given[i]. So i can be any layer from the first one within the bound to j - 1.
-        given = before / rate
-        done = given + cut
-        offered = least - given
-        first = np.minimum(given.searchsorted(done - bound), ends)
-        tables.append((offered, first))
-        runs = np.stack([first, ends], axis=1).ravel()
-        smallest = np.minimum.reduceat(np.append(offered, np.inf), runs)[::2]  # of offered[first:end] for each end
-        least = np.where(first < ends, smallest, np.inf) + done
-    if least[-1] == np.inf:
+        # Layers i..j-1 take done - given[i]. So i can be any layer from the first one within the bound to j - 1.
+        given = [x / rate for x in before]
+        offered = list(map(sub, least, given))
+        chosen, least = [0], [math.inf]
+        falling: list[int] = []  # the layers before j that are better than all between them and j: the best one first
+        for j in range(1, len(before)):
+            while falling and offered[falling[-1]] > offered[j - 1]:
+                falling.pop()
+            falling.append(j - 1)
+            done = given[j] + cuts[j - 1]
+            at = bisect_left(falling, bisect_left(given, done - bound))
+            chosen.append(falling[at] if at < len(falling) else j)
+            least.append(offered[chosen[j]] + done if at < len(falling) else math.inf)
+        tables.append(chosen)
+    if least[-1] == math.inf:
         return None
     split, j = [], len(work)
-    for offered, first in reversed(tables):
-        i = int(first[j]) + int(np.argmin(offered[first[j] : j]))
-        split.append(j - i)
-        j = i
+    for chosen in reversed(tables):
+        split.append(j - chosen[j])
+        j = chosen[j]
     return tuple(reversed(split))
 
 
@@ -245,24 +247,25 @@ def partition_replicated(
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: must be at least 1")
     n = len(work)
-    before, weighed = (np.concatenate([[0.0], np.cumsum(table)]) for table in (work, weights))
-    link = 2 * np.concatenate([[0.0], cuts])
-    slowest = np.full((ranks + 1, n + 1), np.inf)
-    slowest[0, 0] = 0.0
+    before, weighed = (list(accumulate(table, initial=0.0)) for table in (work, weights))
+    link = [0.0, *(2 * x for x in cuts)]
+    slowest = [[math.inf] * (n + 1) for _ in range(ranks + 1)]
+    slowest[0][0] = 0.0
     come_from: dict[tuple[int, int], tuple[int, int]] = {}
     for r in range(1, ranks + 1):
         for j in range(1, n + 1):
             for here in range(1, r + 1):
-                stage = np.maximum(before[j] - before[:j], 2 * (here - 1) * (weighed[j] - weighed[:j])) / here
-                time = np.maximum(np.maximum(slowest[r - here, :j], link[:j]), stage)
-                i = int(np.argmin(time))
-                if time[i] < slowest[r, j]:
-                    slowest[r, j] = time[i]
-                    come_from[r, j] = (i, here)
+                for i, earlier in enumerate(slowest[r - here][:j]):
+                    if earlier >= slowest[r][j]:
+                        continue
+                    stage = max(before[j] - before[i], 2 * (here - 1) * (weighed[j] - weighed[i])) / here
+                    if (time := max(earlier, link[i], stage)) < slowest[r][j]:
+                        slowest[r][j] = time
+                        come_from[r, j] = (i, here)
     split, held, r, j = [], [], ranks, n
     while j:
         i, here = come_from[r, j]
         split.append(j - i)
         held.append(here)
         r, j = r - here, i
-    return ReplicatedPartition(tuple(split[::-1]), tuple(held[::-1]), float(slowest[ranks, n]))
+    return ReplicatedPartition(tuple(split[::-1]), tuple(held[::-1]), slowest[ranks][n])

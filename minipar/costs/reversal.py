@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minipar.costs.recomputation import Chain, Move, keep_everything, moves, needed
 from minipar.errors import PlanError
@@ -152,7 +152,7 @@ class _Table:
         return max(output[layer] + (output[layer - 1] if layer > s else 0) for layer in range(s, k))
 
     def _fill(self, s: int, t: int) -> tuple[Row, Row]:
-        import numpy as np
+        np = _numpy()
 
         chain, size = self.chain, self.room + 1
         both = chain.forward[s] + chain.backward[s]
@@ -178,9 +178,21 @@ class _Table:
         return best, first
 
 
+def _numpy() -> Any:
+    """NumPy, which a search under a budget takes for its tables. Errors: PlanError where it is missing."""
+    try:
+        import numpy
+    except ImportError:
+        raise PlanError(
+            "checkpoint under a budget: needs NumPy, which is missing here; possible are none, sqrt, selective, "
+            "a number of layers, and a list of layers"
+        ) from None
+    return numpy
+
+
 def _after(row: Row, taken: int) -> Row:
     """The times if so many slots are taken already: row[m - taken]."""
-    import numpy as np
+    np = _numpy()
 
     moved = np.full(len(row), math.inf)
     if taken < len(row):
@@ -221,7 +233,7 @@ def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[LayerP
 
     best[s][h]: the least time of layers s to the end, forward and backward, if the layers before s hold h slots.
     """
-    import numpy as np
+    np = _numpy()
 
     chain, n, last = table.chain, len(table.chain), table.last
     loss = chain.output[last] if chain.ends else 0

@@ -12,10 +12,9 @@ inner loop).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-
-import numpy as np
 
 from minipar.errors import PlanError
 from minipar.wording import several
@@ -67,13 +66,10 @@ def best_slices(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
     for name, number in (("tokens", tokens), ("stages", stages)):
         if number < 1:
             raise PlanError(f"{name}={number}: must be at least 1")
-    table = np.full((tokens + 1, tokens + 1), np.inf)  # from token a to token b
-    for a in range(tokens):
-        for b in range(a + 1, tokens + 1):
-            table[a, b] = time(b - a, a)
+    table = [[time(b - a, a) for a in range(b)] for b in range(tokens + 1)]  # for each end b, from each token a
     chosen: tuple[int, ...] = (tokens,)
-    best = np.inf
-    for limit in np.unique(table[np.isfinite(table)]):
+    best = math.inf
+    for limit in sorted({t for row in table for t in row if math.isfinite(t)}):
         if stages * limit > best:
             break
         total, lengths = _within(table, limit)
@@ -82,20 +78,17 @@ def best_slices(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
     return chosen
 
 
-def _within(table: np.ndarray, limit: float) -> tuple[float, tuple[int, ...]]:
+def _within(table: Sequence[Sequence[float]], limit: float) -> tuple[float, tuple[int, ...]]:
     """The smallest sum of times that are all within the limit, and the lengths of its slices."""
-    allowed = np.where(table <= limit, table, np.inf)
-    n = len(table) - 1
-    sums, before = np.full(n + 1, np.inf), [0] * (n + 1)
-    sums[0] = 0.0
-    for b in range(1, n + 1):
-        found = sums[:b] + allowed[:b, b]
-        before[b] = int(found.argmin())
-        sums[b] = found[before[b]]
-    if not np.isfinite(sums[n]):
-        return np.inf, ()
-    lengths, b = [], n
+    sums, before = [0.0], [0]
+    for row in table[1:]:
+        found = [done + t if t <= limit else math.inf for done, t in zip(sums, row, strict=True)]
+        sums.append(min(found))
+        before.append(found.index(sums[-1]))
+    if not math.isfinite(sums[-1]):
+        return math.inf, ()
+    lengths, b = [], len(table) - 1
     while b:
         lengths.append(b - before[b])
         b = before[b]
-    return float(sums[n]), tuple(reversed(lengths))
+    return sums[-1], tuple(reversed(lengths))

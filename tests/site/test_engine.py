@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import engine
+from docs.site import engine, starting
 
 # Of its rooms a page has what needs no NumPy and no torch. What it has not is named here, by the reason.
 LEFT_OUT = {
     "searches over operators": "minipar.planner.",
     "layers of torch": ("minipar.models.", "minipar.sharding."),
     "pictures, and runs that are followed": ("minipar_widgets.raster", "minipar_widgets.live_run"),
-    "exercises on tensors, and on partitions": "minipar_course.",
-    "partitions": ("minipar.costs.partition", "minipar.costs.slicing", "minipar.strategies.splitting"),
+    "exercises on tensors and on searches": "minipar_course.",
 }
 VIEWS = """
 import json, sys
@@ -82,6 +81,12 @@ def test_views_are_the_same_without_jupyter(packed: Path, here: str) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(here)
     assert all(same is True for _, _, same in json.loads(here).values()), here
+
+
+def test_what_needs_numpy_says_so() -> None:
+    asked = {"do": "open", "view": "CheckpointExplorer", "address": "way=a+budget"}
+    said = starting.alone("from minipar_widgets.live import Live\nfound = Live().answer(given)", asked)
+    assert "needs NumPy, which is missing here; possible are none, sqrt" in json.dumps(said["changes"])
 
 
 NPM = shutil.which("node") and shutil.which("npm")
