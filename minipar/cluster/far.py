@@ -92,12 +92,9 @@ def connect(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> 
 def _kept_alive(control: socket.socket) -> socket.socket:
     """The system asks the other machine every second whether it is there, and closes the connection when it is not."""
     control.settimeout(None)
-    control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    control.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"KEEPIDLE": 2, "KEEPINTVL": 1, "KEEPCNT": _LOST_AFTER - 2, "USER_TIMEOUT": _LOST_AFTER * 1000}
-    for name, value in options.items():
-        if hasattr(socket, f"TCP_{name}"):  # (Linux)
-            control.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+    wire.keep_alive(control, _LOST_AFTER - 2)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # (Linux)
+        control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER * 1000)
     return control
 
 

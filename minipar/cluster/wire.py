@@ -71,6 +71,16 @@ class Timed:
         self._sock.settimeout(left)
 
 
+def keep_alive(sock: socket.socket, times: int = 4) -> None:
+    """Send short messages at once. After two seconds without a byte, ask the other host every second whether it is
+    there; after so many times without an answer it is cut off."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"IDLE": 2, "ALIVE": 2, "INTVL": 1, "CNT": times}.items():
+        if (option := getattr(socket, f"TCP_KEEP{name}", None)) is not None:  # (systems differ)
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def look_while_sending(sock: socket.socket) -> None:
     """Let `send` on this socket call its `look` when there is no room for a tenth of a second."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 100_000))

@@ -26,6 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from minipar.comm.transport.shared import PAIRWISE
+from minipar.comm.values import DTYPES
 from minipar.errors import RankError
 from minipar.models.tensors import dtype_name
 from minipar.program import Instruction, Op, Program, Value
@@ -105,23 +107,7 @@ def make_room(comm: Communicator, device: torch.device) -> None:
 
 
 _pools: WeakKeyDictionary[Communicator, list[Tensor]] = WeakKeyDictionary()
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-)
-_ADD: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_ADD = PAIRWISE | {"avg": torch.add}
 
 
 class _Player:
@@ -153,8 +139,8 @@ class _Player:
             raise RankError(f"op={op!r} is not known; possible are {', '.join(OPERATIONS)}")
         adds = any(ins.op is Op.REDUCE for row in program.ranks for ins in row)
         dtype = dtype_name(tensor.dtype)
-        if adds and tensor.dtype not in _DTYPES:
-            possible = ", ".join(map(dtype_name, _DTYPES))
+        if adds and tensor.dtype not in DTYPES:
+            possible = ", ".join(map(dtype_name, DTYPES))
             raise RankError(f"{program.name}: dtype {dtype} cannot be reduced; possible are {possible}")
         if adds and op == "avg" and not tensor.dtype.is_floating_point:
             raise RankError(f"{program.name}: an average is no {dtype}; use a floating-point dtype for op='avg'")

@@ -12,10 +12,10 @@ import torch
 
 from minipar.errors import RankError
 from minipar.models.tensors import dtype_name
+from minipar.program.collectives import OPERATIONS
 
-OPERATIONS = ("sum", "max", "min", "avg")
 KINDS = ("number", "list", "array", "tensor")
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -66,8 +66,8 @@ def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch
         raise RankError(f"{call}: {_article(type(x).__name__)} is not possible; {_POSSIBLE}")
     if tensor.dim() > _DIMENSIONS:
         raise RankError(f"{call}: {tensor.dim()} dimensions are too many; possible are {_DIMENSIONS}")
-    if op and tensor.dtype not in _DTYPES:
-        possible = ", ".join(map(dtype_name, _DTYPES))
+    if op and tensor.dtype not in DTYPES:
+        possible = ", ".join(map(dtype_name, DTYPES))
         raise RankError(f"{call}: dtype {dtype_name(tensor.dtype)} is not possible; use one of {possible}")
     if op == "avg" and kind in ("array", "tensor") and not tensor.dtype.is_floating_point:
         raise RankError(f"{call}: an average is no {dtype_name(tensor.dtype)}; use a floating-point dtype for op='avg'")

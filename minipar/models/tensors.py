@@ -8,6 +8,7 @@ have any type that can be made from items, such as the outputs of Hugging Face's
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import enum
 import importlib
@@ -150,6 +151,13 @@ def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: An
             object.__setattr__(found, key, part)
         return found
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[call-arg]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, of any dtype."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def single(tensor: Tensor) -> Tensor:

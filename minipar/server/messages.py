@@ -10,7 +10,6 @@ Nothing that a peer sends is unpickled or evaluated.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.cluster import agreement, wire, worker
-from minipar.comm.transport.sockets import keep_alive
 from minipar.errors import ServerClosed
+from minipar.models.tensors import memory_of
 
 _LONGEST = 1 << 24  # bytes of a header
 _PATIENCE = 60.0  # seconds for a server to prove that it knows the secret
@@ -81,7 +80,7 @@ def reach(folder: str, server: int, secret: bytes) -> Connection:
 
 def connection_of(one: socket.socket) -> Connection:
     if one.family != socket.AF_UNIX:
-        keep_alive(one)
+        wire.keep_alive(one)
     return Connection(one.detach())
 
 
@@ -89,7 +88,7 @@ def send(to: Connection, header: Header, parts: Iterable[Tensor] = ()) -> None:
     """Send a message; returns when the system has all of it."""
     to.send_bytes(json.dumps(header).encode())
     for part in parts:
-        left = bytes_of(part)
+        left = memory_of(part)
         while left:
             left = left[os.write(to.fileno(), left) :]
 
@@ -102,19 +101,12 @@ def receive(source: Connection) -> Header:
 
 def read(source: Connection, into: Tensor) -> None:
     """Read bytes of a message into the memory of a tensor. (`recv_bytes_into` would copy them twice.)"""
-    left = bytes_of(into)
+    left = memory_of(into)
     while left:
         got = os.readv(source.fileno(), [left])
         if not got:
             raise EOFError("a message has ended in its middle")
         left = left[got:]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def admit(one: Connection, secret: bytes, seconds: float) -> None:

@@ -23,13 +23,13 @@ from minipar.comm.transport.arena import Arena, Posts
 from minipar.comm.transport.calls import Steps
 
 _AT_ONCE = 64 << 10  # bytes up to which every rank adds up everything: it waits once less, but reads more
-_PAIRWISE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+PAIRWISE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _T = TypeVar("_T")
 
 
 def combine(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
     """Reduce two tensors or more, in order, into `out`, which may be one of the first two."""
-    pairwise = _PAIRWISE[op]
+    pairwise = PAIRWISE[op]
     pairwise(parts[0], parts[1], out=out)
     for part in parts[2:]:
         pairwise(out, part, out=out)
@@ -163,7 +163,7 @@ def add_up(parts: Sequence[Tensor], op: str, out: Tensor, add: bool = False) -> 
     if not add:
         out.copy_(parts[0])
     for part in parts if add else parts[1:]:
-        _PAIRWISE[op](out, part.to(out.device), out=out)
+        PAIRWISE[op](out, part.to(out.device), out=out)
 
 
 def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> Steps:

@@ -20,7 +20,6 @@ message to its Unix socket.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -41,6 +40,7 @@ from minipar.cluster.threads import Helper
 from minipar.comm.transport.interface import DONE, Work
 from minipar.comm.values import dtype_code
 from minipar.errors import RankError
+from minipar.models.tensors import memory_of
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype
 _WHO = struct.Struct("<i?")  # rank, and whether a descriptor comes with it: of its connection from another host
@@ -51,8 +51,6 @@ _SOME = 128 << 10  # bytes that are passed over at once
 _NAP, _SLICE = 5e-4, 0.05
 _PROOF = 5.0  # seconds in which a new connection says who it is, from its first byte to its last
 _PATIENCE = 30.0  # seconds for which a rank waits to be let in: others may come before it
-# After so many seconds without a byte the system asks the other host every second, and gives it up after the last time.
-_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 
 
 class Far(NamedTuple):
@@ -93,7 +91,7 @@ class Sockets:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; never blocks. All ranks must have made their `Sockets` before."""
         link = self.outgoing.get(peer) or self._outgoing(peer)
-        data = _bytes_of(tensor)
+        data = memory_of(tensor)
         return link.send(_HEADER.pack(tag, len(data), dtype_code(tensor.dtype)), data, tensor)
 
     def warm_up(self, peers: Iterable[int]) -> None:
@@ -125,7 +123,7 @@ class Sockets:
         try:
             connection = socket.create_connection((address, port), _PATIENCE)
             wire.prove(connection, far.token, _PATIENCE, asks_first=False).send_bytes(_WHO.pack(self.rank, True))
-            keep_alive(connection)
+            wire.keep_alive(connection)
             connection.settimeout(None)
         except OSError as error:
             raise ConnectionError(f"rank {peer} is not reached at {address}, port {port}: {error}") from error
@@ -140,7 +138,7 @@ class Sockets:
                 return
             with connection, contextlib.suppress(OSError, EOFError):
                 who = wire.prove(connection, token, _PROOF, asks_first=True).recv_bytes(_WHO.size)
-                keep_alive(connection)
+                wire.keep_alive(connection)
                 connection.settimeout(None)
                 with _connect(self.path, self.rank) as rank:
                     socket.send_fds(rank, [who], [connection.fileno()])
@@ -220,15 +218,6 @@ def _connect(path: str, peer: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"{path}.{peer}")
     return connection
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Send short messages at once, and notice when the other host is cut off."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _ALIVE.items():
-        if hasattr(socket, name):  # (systems differ)
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def same_user(connection: socket.socket) -> bool:
@@ -452,7 +441,7 @@ class SocketReceive:
 
 def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:
     """The memory that a message is read into. RankError if its size or dtype is not the expected one."""
-    place = _bytes_of(tensor)
+    place = memory_of(tensor)
     if size != len(place) or code != dtype_code(tensor.dtype):
         kind = "the same dtype" if code == dtype_code(tensor.dtype) else "another dtype"
         raise RankError(
@@ -467,11 +456,3 @@ def _take(table: dict[int, list[_T]], tag: int) -> _T:
     if len(entries) > 1:
         return entries.pop(0)
     return table.pop(tag)[0]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, of any dtype."""
-    size = tensor.nbytes
-    if size == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

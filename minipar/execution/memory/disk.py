@@ -10,7 +10,6 @@ reading go block by block through two aligned buffers, with direct access (O_DIR
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from minipar.cluster import threads
 from minipar.errors import StoreError
+from minipar.models.tensors import memory_of
 from minipar.wording import several
 
 BLOCK = 4096
@@ -155,7 +155,7 @@ class DiskStore:
 
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         tensor = tensor.cpu().contiguous()
-        data = _bytes_of(tensor)
+        data = memory_of(tensor)
         blocks = 1 + -(-len(data) // BLOCK)
         while self._unused:
             self._release(self._unused.popleft())
@@ -205,7 +205,7 @@ class DiskStore:
     def _read(self, key: Hashable) -> Tensor:
         place = self._places[key]
         tensor = torch.empty(place.shape, dtype=place.dtype)
-        self._read_bytes(key, place, _bytes_of(tensor))
+        self._read_bytes(key, place, memory_of(tensor))
         return tensor
 
     def _read_into(self, written: Future[None] | None, key: Hashable, into: Tensor) -> None:
@@ -215,7 +215,7 @@ class DiskStore:
         if into.is_cuda or not into.is_contiguous() or place.dtype is not into.dtype:
             into.copy_(self._read(key))
         else:
-            self._read_bytes(key, place, _bytes_of(into))
+            self._read_bytes(key, place, memory_of(into))
 
     def _read_bytes(self, key: Hashable, place: Place, data: memoryview) -> None:
         stage = memoryview(self._stage_back)
@@ -241,10 +241,3 @@ class DiskStore:
 
     def _forget(self, key: Hashable) -> None:
         self._release_later(self._places.pop(key, None))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
