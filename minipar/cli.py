@@ -186,6 +186,8 @@ def _parser() -> _Parser:
     )  # fmt: skip
     one.add_argument("--nodes", type=_count, default=None, help="number of nodes (default: what the plan needs)")
     one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
+    one.add_argument("--stack", default=None, help="the software: megatron-2021, megatron-core, torch-fsdp, "
+        "torch-fsdp-compile or deepspeed (default: the one that fits the plan)")  # fmt: skip
     one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: those of the micro-batches)")
     command("validate", _validate, _show_validate, "predictions beside published numbers, row by row")
 
@@ -216,6 +218,9 @@ def _parser() -> _Parser:
     )
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
     one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
+    one.add_argument(
+        "--to", default="", metavar="SYSTEM", help="only plans that megatron, deepspeed or torchtitan runs"
+    )
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
     one.add_argument("--diff", metavar="PLAN", help="also what another plan has and takes otherwise than the best one")
     one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
@@ -568,7 +573,7 @@ def _estimate(options: argparse.Namespace) -> dict[str, Any]:
 
     found = estimate(
         options.plan, _sizes(options.model), _machine(options.hardware), options.batch, nodes=options.nodes,
-        gpus_per_node=options.gpus_per_node,
+        gpus_per_node=options.gpus_per_node, stack=options.stack,
     )  # fmt: skip
     return report(found)
 
@@ -634,7 +639,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
     found = search(
         _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
-        pins=options.pin, memory=options.memory, most=options.best, runs=options.runs,
+        pins=options.pin, memory=options.memory, most=options.best, runs=options.runs, to=options.to,
     )  # fmt: skip
     return report(found, options.explain, options.front, options.diff)
 

@@ -125,19 +125,26 @@ def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group,
     def second(inputs: int, outputs: int, bias: bool) -> tuple[int, ...]:  # cut by inputs; its whole bias is added once
         return _part(inputs, t) * outputs, *([outputs] if bias else [])
 
-    bias = model.expert_bias if model.experts else model.bias
-    mlp = (*first(h, f, bias) * (2 if model.gated else 1), *second(f, h, bias))
+    def perceptron(inner: int, bias: bool) -> tuple[int, ...]:
+        return *first(h, inner, bias) * (2 if model.gated else 1), *second(inner, h, bias)
+
+    mlp = perceptron(f, model.expert_bias if model.experts else model.bias)
     norm = (h,) if model.rms else (h, h)
-    attention = (*first(h, h + 2 * model.kv, model.bias), *second(h, h, model.bias))
+    *before, (mixed, _, _) = model.attention_matrices
+    attention = second(mixed, h, model.bias)
+    for a, b, is_cut in before:
+        attention = (*attention, *(first(a, b, model.bias) if is_cut else (a * b,)))
     here = mlp * (model.experts // division.ep if model.experts else 1)
     separate = model.experts > 0 and division.ep > 1
     router = (h * model.experts,) if model.experts else ()
-    block = (*norm, *attention, *norm, *router, *(() if separate else here))
+    around = (*norm, *attention, *norm)
+    block = (*around, *router, *perceptron(model.shared, False) * (model.shared > 0), *(() if separate else here))
+    plain = (*around, *perceptron(model.dense_ffn, model.bias))
     words, position = _part(model.vocabulary, t) * h, (model.sequence * h,) * model.learned
-    middle = [Group((layer,), block) for layer in range(1, last)]
+    middle = [Group((layer,), block if layer > model.dense else plain) for layer in range(1, last)]
     tied = [Group((0, last), (words,))] if model.tied else []
     ends = (position, norm) if model.tied else ((words, *position), (*norm, words))
-    experts = [Group((layer,), here) for layer in range(1, last)] if separate else []
+    experts = [Group((layer,), here) for layer in range(1 + model.dense, last)] if separate else []
     return (Group((0,), ends[0]), *middle, Group((last,), ends[1]), *tied, *experts), len(experts)
 
 
@@ -223,7 +230,11 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
         return cut(number) if division.sequence else ceil(number)
 
     # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
-    block = whole(3 * e * size + 2 * mask + statistics) + cut(e * tokens * 2 * (m.hidden + m.kv) + core)
+    heads = m.queries + m.keys + m.values + m.mixed
+    block = whole(e * tokens * (3 * m.hidden + m.latent + m.query_latent) + 2 * mask + statistics)
+    block += cut(e * tokens * heads + core)
+    if m.built and division.tp > 1:  # (its two sums are nodes: what is handed to them and what they hand on is kept)
+        block += whole(4 * e * size)
     routed, balance = tokens, 0.0
     if m.experts:  # what routing and combination save of tokens, of their choices, and of places in the queues
         choices, routed, balance = tokens * m.top, round(tokens * m.top * m.capacity, 6), own * e * rows
@@ -235,14 +246,25 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
         else:
             queue += FLOAT * tokens * m.experts
         block += whole(queue)
-    block += 0 if m.dropless else cut(e * routed * m.ffn * (3 if m.gated else 2))
+    block += cut(e * (m.shared * tokens + (0 if m.dropless else m.ffn * routed)) * (3 if m.gated else 2))
     between, last = whole(e * size + balance), cut(logits) + ceil(balance)
     output = (*(between,) * (m.layers + 1), last)
     embed = whole(mask + own * m.learned * INTEGER * m.sequence / division.cp)
-    saved = (embed, *(block,) * m.layers, whole(e * size + loss) + own * cut(logits))
+    saved = (embed, *(block,) * m.layers, whole(e * size + loss) + own * cut(FLOAT * tokens * m.vocabulary))
     forward = (0.0, *(m.block_flops * rows,) * m.layers, m.head_flops * rows)
     forward = tuple(flops / division.tp / division.cp for flops in forward)
     return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (whole(e * size), *output[1:]))
+
+
+def workspace(model: Sizes, rows: float, element: int, division: Division = WHOLE) -> tuple[int, int]:
+    """Bytes that a block's backward needs for a moment, those of the gradients between its perceptron's matrices and of
+    their input; and how many logits there are."""
+    if isinstance(model, Chain):
+        return 0, 0
+    m = division.of(model)
+    tokens = rows * m.sequence / division.cp
+    inner = m.ffn * (2 if m.gated else 1) * (m.top * m.capacity if m.experts else 1) / division.tp
+    return ceil(element * tokens * (inner + m.hidden)), ceil(tokens * m.vocabulary / division.tp)
 
 
 def weight_costs(
@@ -283,7 +305,9 @@ def weight_costs(
 
     queue = e * routed * m.hidden if m.experts else size  # what second matrices of the MLP hand on
     router = e * tokens * m.experts
-    block = whole(3 * size + queue + router) + cut(inner * (2 if m.gated else 1) + e * tokens * (m.hidden + 2 * m.kv))
+    block = whole(3 * size + queue + router) + cut(
+        inner * (2 if m.gated else 1) + e * tokens * (m.queries + m.keys + m.values)
+    )
     inputs = whole(4 * size + 2 * statistics + queue * (m.experts > 0)) + cut(size + inner)
     mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
     embed = whole(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)

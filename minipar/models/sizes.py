@@ -4,12 +4,14 @@
     sizes("gpt layers=96 hidden=12288 heads=96 sequence=2048 vocabulary=51200")
     sizes("llama layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 sequence=8192 vocabulary=128256")
     sizes("mixtral-8x7b sequence=4096")                                 a preset with other numbers
+    sizes("llama/config.json")                                          a Hugging Face model (config_json.py)
     sizes("my_model.toml")                                              a table of the same keys; `kind` as above
     dataclasses.replace(MODELS["gpt3-175b"], layers=48)                 in Python; or Transformer(...), Chain(...)
 
 Sources of the presets: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020), Megatron-LM (Narayanan et al. 2021,
 table 1), Korthikanti et al. 2022 (table 3), Llama 2 (Touvron et al. 2023), Llama 3 (Grattafiori et al. 2024), Mixtral
-(Jiang et al. 2024), and ResNet-50 (He et al. 2015).
+(Jiang et al. 2024), Qwen3 (Yang et al. 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI 2025), MPT (MosaicML 2023), and
+ResNet-50 (He et al. 2015).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from minipar.errors import PlanError
+from minipar.models.config_json import from_config
 from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, Preset, convolutions
 from minipar.wording import did_you_mean
 
@@ -34,6 +37,10 @@ class Transformer:
     layers, hidden, heads   blocks; numbers of a token between blocks; heads of attention
     sequence, vocabulary    tokens of a row; different tokens
     kv_heads                heads of keys and values (grouped queries); 0: as many as heads
+    head_dim, value_dim     numbers of a head's queries and keys, and of its values; 0: hidden / heads, and as head_dim
+    latent, query_latent    multi-head latent attention: numbers of which keys and values are made, and queries; 0: none
+    rope                    the part of head_dim that is rotated, and one for all heads of the keys (latent attention)
+    window, windowed        tokens that attention looks back at in a part `windowed` of the blocks; 0: at all of them
     ffn                     numbers between the matrices of the perceptron; 0: 4 x hidden
     gated                   whether the perceptron has a third matrix (SwiGLU)
     rms                     whether norms have a weight only (RMS norm), and no bias
@@ -42,10 +49,15 @@ class Transformer:
     tied                    whether embedding and head share their parameters
     dropout                 whether there is dropout, which saves masks
     flash                   whether attention is one kernel that keeps no matrix of sequence x sequence
+    sinks                   whether the softmax has learned sinks: kernels of attention have them from Blackwell on
     experts, top            perceptrons of a block (0: one for all tokens), and to how many of them a token goes
+    shared                  numbers between the matrices of an expert that all tokens go to; 0: there is none
+    dense, dense_ffn        so many first blocks have one perceptron of this size in place of experts
     capacity                places in the experts' queues, as a multiple of what tokens need
     dropless                whether there are as many places as are needed; then nothing inside an expert is kept
     expert_bias             whether experts have biases
+    built                   whether minipar builds it: then embedding and head are layers as its blocks are, and layers
+                            that ranks share are cut in nodes. Otherwise a stage has its blocks, as in Megatron
     """
 
     layers: int
@@ -54,6 +66,13 @@ class Transformer:
     sequence: int
     vocabulary: int
     kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    latent: int = 0
+    query_latent: int = 0
+    rope: int = 0
+    window: int = 0
+    windowed: float = 0.5
     ffn: int = 0
     gated: bool = False
     rms: bool = False
@@ -61,23 +80,33 @@ class Transformer:
     learned: bool = True
     tied: bool = True
     dropout: bool = True
-    flash: bool = False
+    flash: bool = True
+    sinks: bool = False
     experts: int = 0
     top: int = 1
+    shared: int = 0
+    dense: int = 0
+    dense_ffn: int = 0
     capacity: float = 1.0
     dropless: bool = False
     expert_bias: bool = False
+    built: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
             _check_whole(key, getattr(self, key), 1)
-        for key in ("kv_heads", "ffn", "experts"):
+        for key in ("kv_heads", "head_dim", "value_dim", "latent", "query_latent", "rope", "window", "ffn", "experts",
+                    "shared", "dense", "dense_ffn"):  # fmt: skip
             _check_whole(key, getattr(self, key), 0)
-        if self.hidden % self.heads:
-            raise PlanError(f"heads={self.heads}: must divide hidden={self.hidden}")
+        if self.hidden % self.heads and not self.head_dim:
+            raise PlanError(f"heads={self.heads}: must divide hidden={self.hidden}, or give head_dim=")
+        if self.dense > self.layers or (self.dense and not self.experts):
+            raise PlanError(f"dense={self.dense}: is of the first blocks of a mixture of {self.layers} blocks")
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
         if self.heads % self.kv_heads:
             raise PlanError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         if self.experts and self.top > self.experts:
@@ -85,10 +114,25 @@ class Transformer:
         if not isinstance(self.capacity, (int, float)) or not 0 < self.capacity < math.inf:
             raise PlanError(f"capacity={self.capacity!r}: must be a number above 0")
 
-    @property
-    def kv(self) -> int:
-        """Numbers of a token's keys."""
-        return self.hidden // self.heads * self.kv_heads
+    @cached_property
+    def queries(self) -> int:
+        """Numbers of a token's queries, of all heads."""
+        return self.heads * self.head_dim
+
+    @cached_property
+    def keys(self) -> int:
+        """Numbers of a token's keys; with latents, of those that are made of them."""
+        return self.head_dim * (self.heads if self.latent else self.kv_heads)
+
+    @cached_property
+    def values(self) -> int:
+        """Numbers of a token's values, as `keys`."""
+        return self.value_dim * (self.heads if self.latent else self.kv_heads)
+
+    @cached_property
+    def mixed(self) -> int:
+        """Numbers of a token that the attention core hands on."""
+        return self.heads * self.value_dim
 
     @cached_property
     def norm_parameters(self) -> int:
@@ -96,17 +140,30 @@ class Transformer:
         return (1 if self.rms else 2) * self.hidden
 
     @cached_property
+    def attention_matrices(self) -> tuple[tuple[int, int, bool], ...]:
+        """The matrices of one block's attention: inputs, outputs, and whether ranks that share layers cut it."""
+        h, last = self.hidden, (self.mixed, self.hidden, True)
+        if not self.latent:
+            return (h, self.queries + self.keys + self.values, True), last
+        asked = self.query_latent
+        made = ((h, asked, False), (asked, self.queries, True)) if asked else ((h, self.queries, True),)
+        apart = self.keys - self.heads * self.rope  # (the rotated part of the keys is one for all heads)
+        return *made, (h, self.latent + self.rope, False), (self.latent, apart + self.values, True), last
+
+    @cached_property
     def attention_parameters(self) -> int:
         """Parameters of one block's attention."""
-        wide = self.hidden + 2 * self.kv
-        return self.hidden * wide + self.hidden**2 + self.bias * (wide + self.hidden)
+        return sum(a * b + self.bias * b for a, b, _ in self.attention_matrices)
+
+    def perceptron(self, inner: int, bias: bool) -> int:
+        """Parameters of a perceptron with so many numbers between its matrices."""
+        firsts = 2 if self.gated else 1
+        return (firsts + 1) * self.hidden * inner + bias * (firsts * inner + self.hidden)
 
     @cached_property
     def perceptron_parameters(self) -> int:
         """Parameters of one perceptron: of a block, or of one expert."""
-        bias = self.expert_bias if self.experts else self.bias
-        firsts = 2 if self.gated else 1
-        return (firsts + 1) * self.hidden * self.ffn + bias * (firsts * self.ffn + self.hidden)
+        return self.perceptron(self.ffn, self.expert_bias if self.experts else self.bias)
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -116,7 +173,9 @@ class Transformer:
     @cached_property
     def block_parameters(self) -> int:
         """Parameters of one block, with those of its experts."""
-        inner = self.hidden * self.experts + self.expert_parameters if self.experts else self.perceptron_parameters
+        inner = self.perceptron_parameters
+        if self.experts:
+            inner = self.hidden * self.experts + self.expert_parameters + self.perceptron(self.shared, False)
         return 2 * self.norm_parameters + self.attention_parameters + inner
 
     @cached_property
@@ -124,22 +183,31 @@ class Transformer:
         """Parameters of the whole model."""
         tokens = (1 if self.tied else 2) * self.vocabulary * self.hidden
         positions = self.learned * self.sequence * self.hidden
-        return self.layers * self.block_parameters + tokens + positions + self.norm_parameters
+        dense = 2 * self.norm_parameters + self.attention_parameters + self.perceptron(self.dense_ffn, self.bias)
+        blocks = (self.layers - self.dense) * self.block_parameters + self.dense * dense
+        return blocks + tokens + positions + self.norm_parameters
 
     @cached_property
     def block_flops(self) -> float:
         """Operations of one block's forward for one row. Attention counts every pair of tokens, as the papers do."""
-        s, h = self.sequence, self.hidden
-        matrices = h * (h + 2 * self.kv) + h * h
-        inner: float = (3 if self.gated else 2) * h * self.ffn
+        matrices = sum(a * b for a, b, _ in self.attention_matrices)
+        firsts = 3 if self.gated else 2
+        inner: float = firsts * self.hidden * self.ffn
         if self.experts:
-            inner = h * self.experts + self.top * self.capacity * inner
-        return 2.0 * s * (matrices + inner) + self.core_flops
+            inner = self.hidden * (self.experts + firsts * self.shared) + self.top * self.capacity * inner
+        return 2.0 * self.sequence * (matrices + inner) + self.core_flops
+
+    @cached_property
+    def pairs(self) -> float:
+        """Pairs of tokens of a row that attention looks at, as a part of sequence x sequence: 1, or less if some blocks
+        look at a window."""
+        seen = min(1.0, 2 * self.window / self.sequence) if self.window else 1.0
+        return 1 - self.windowed * (1 - seen)
 
     @cached_property
     def core_flops(self) -> float:
         """Operations of one attention core's forward for one row."""
-        return 4.0 * self.sequence**2 * self.hidden
+        return 2.0 * self.sequence**2 * (self.queries + self.mixed) * self.pairs
 
     @cached_property
     def head_flops(self) -> float:
@@ -202,6 +270,11 @@ class Chain:
 Sizes = Transformer | Chain
 
 
+def ends_are_layers(model: Sizes) -> bool:
+    """Whether embedding and head count as the blocks do, where layers are divided evenly or run again."""
+    return isinstance(model, Chain) or model.built
+
+
 _MOST = {"layers": 100_000, "heads": 100_000, "kv_heads": 100_000, "experts": 100_000}
 
 
@@ -211,11 +284,20 @@ def _check_whole(key: str, value: object, least: int) -> None:
         raise PlanError(f"{key}={value!r}: must be a whole number from {least} to {most}")
 
 
-def of_gpt(numbers: GPT, name: str = "", flash: bool = False) -> Transformer:
-    """The same model as `models.gpt` builds. `flash`: attention as minipar runs it; otherwise as the papers did."""
+def of_gpt(numbers: GPT, name: str = "", flash: bool = True) -> Transformer:
+    """The same model as `models.gpt` builds. Without `flash`, attention as the papers had it until 2022."""
     n = numbers
     return Transformer(
-        n.layers, n.width, n.heads, n.context, n.vocab, tied=n.tied, dropout=bool(n.dropout), flash=flash, name=name
+        n.layers,
+        n.width,
+        n.heads,
+        n.context,
+        n.vocab,
+        tied=n.tied,
+        dropout=bool(n.dropout),
+        flash=flash,
+        built=name in PRESETS,
+        name=name,
     )
 
 
@@ -224,7 +306,8 @@ def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
     n = numbers
     return Transformer(
         n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, flash=True, experts=n.experts,
-        top=n.top, capacity=n.places / (n.context * n.top), dropless=n.capacity is None, name=name,
+        top=n.top, capacity=n.places / (n.context * n.top), dropless=n.capacity is None, built=name in PRESETS,
+        name=name,
     )  # fmt: skip
 
 
@@ -295,10 +378,72 @@ MODELS: dict[str, Sizes] = {
             ("llama3-8b", 8, 14336, 32, 4096, 32, 8192, 128256),
             ("llama3-70b", 8, 28672, 80, 8192, 64, 8192, 128256),
             ("llama3-405b", 8, 53248, 126, 16384, 128, 8192, 128256),
+            ("llama3.1-8b", 8, 14336, 32, 4096, 32, 131072, 128256),
+            ("llama3.1-70b", 8, 28672, 80, 8192, 64, 131072, 128256),
+            ("llama3.1-405b", 8, 53248, 126, 16384, 128, 131072, 128256),
         )
     },
     "mixtral-8x7b": llama(32, 4096, 32, 8192, 32000, kv_heads=8, ffn=14336, experts=8, top=2, name="mixtral-8x7b"),
     "mixtral-8x22b": llama(56, 6144, 48, 8192, 32768, kv_heads=8, ffn=16384, experts=8, top=2, name="mixtral-8x22b"),
+    **{
+        name: llama(
+            layers, hidden, heads, 4096, 151936, kv_heads=4, head_dim=128, ffn=ffn, experts=128, top=8, name=name
+        )
+        for name, layers, hidden, heads, ffn in (
+            ("qwen3-30b-a3b", 48, 2048, 32, 768),
+            ("qwen3-235b-a22b", 94, 4096, 64, 1536),
+        )
+    },
+    "deepseek-v3": llama(
+        61,
+        7168,
+        128,
+        4096,
+        129280,
+        head_dim=192,
+        value_dim=128,
+        latent=512,
+        query_latent=1536,
+        rope=64,
+        ffn=2048,
+        experts=256,
+        top=8,
+        shared=2048,
+        dense=3,
+        dense_ffn=18432,
+        name="deepseek-v3",
+    ),
+    "gpt-oss-120b": llama(
+        36,
+        2880,
+        64,
+        4096,
+        201088,
+        kv_heads=8,
+        head_dim=64,
+        window=128,
+        sinks=True,
+        ffn=2880,
+        experts=128,
+        top=4,
+        bias=True,
+        expert_bias=True,
+        name="gpt-oss-120b",
+    ),
+    **{
+        name: Transformer(layers, hidden, heads, 2048, 50368, bias=False, learned=False, dropout=False, name=name)
+        for name, layers, hidden, heads in (
+            ("mpt-125m", 12, 768, 12),
+            ("mpt-350m", 24, 1024, 16),
+            ("mpt-760m", 24, 1536, 12),
+            ("mpt-1b", 24, 2048, 16),
+            ("mpt-3b", 32, 2560, 20),
+            ("mpt-7b", 32, 4096, 32),
+            ("mpt-13b", 40, 5120, 40),
+            ("mpt-30b", 48, 7168, 56),
+            ("mpt-70b", 80, 8192, 64),
+        )
+    },
     "resnet-50": resnet((3, 4, 6, 3), "resnet-50"),
 }
 KINDS = ("gpt", "llama", "mixture")
@@ -323,8 +468,10 @@ def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
     if isinstance(given, Path):
-        if given.suffix != ".toml":
-            raise PlanError(f"model {str(given)!r}: a file with a model's numbers ends in .toml; or give {_NUMBERS}")
+        if given.suffix not in (".toml", ".json"):
+            raise PlanError(
+                f"model {str(given)!r}: a file with a model's numbers is a .toml or a config.json; or give {_NUMBERS}"
+            )
         return _of_file(str(given), {})
     if not isinstance(given, str):
         raise PlanError(
@@ -340,13 +487,15 @@ def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
         if not equals or not value:
             raise PlanError(f"model word {word!r}: must be key=value, such as layers=24")
         table[key] = value
-    if name.endswith(".toml"):
+    if name.endswith((".toml", ".json")):
         return _of_file(name, table)
     return _worded(name, table, str(given))
 
 
 def _of_file(path: str, table: dict[str, Any]) -> Sizes:
-    """A model from a TOML file, with the numbers of a table in place of the file's."""
+    """A model from a TOML file or a config.json, with the numbers of a table in place of the file's."""
+    if path.endswith(".json"):
+        return Transformer(**{**from_config(path), **{key: _number(key, value) for key, value in table.items()}})
     read = read_toml(path)
     read = dict(read.get("model", read))
     return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, path)
@@ -376,7 +525,10 @@ def _worded(name: str, table: dict[str, Any], words: str) -> Sizes:
         return model
     if isinstance(model, Chain):
         raise PlanError(f"model {words!r}: {name} is a chain of layers, and has no numbers to change")
-    return replace(model, **{key: _number(key, value) for key, value in table.items()})
+    changed = {key: _number(key, value) for key, value in table.items()}
+    if {"hidden", "heads"} & {*changed} and not model.latent:  # (a head's numbers follow from them)
+        changed = {"head_dim": 0, "value_dim": 0, **changed}
+    return replace(model, **changed)
 
 
 def _number(key: str, value: Any) -> Any:

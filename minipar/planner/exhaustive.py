@@ -38,12 +38,14 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, sizes
 from minipar.planner.planned import PlanDifference, Planned, difference
 from minipar.planner.reasons import advice, reasons
-from minipar.planner.space import INNER, OUTER, Space, space
+from minipar.planner.space import INNER, OUTER, RESERVE, Space, space
 from minipar.planner.way_out import nothing_fits, smallest
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
+from minipar.prediction.published import like
+from minipar.prediction.rank_memory import host_of_node
 from minipar.prediction.replica import actions, by_simulation, helps
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
@@ -52,15 +54,17 @@ from minipar.wording import several
 
 WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
 SIMULATED = 20  # of the best plans
+USUAL = ("1f1b", "interleaved", "gpipe")  # schedules that every system has
 WIDTH = 100  # columns of a table
 ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, the fastest plan first.
+    """What a search found: the plan to take, and then the fastest ones.
 
-    best      the fastest plans
+    best      of those plans that are as fast as the fastest one, as far as published rows show, the one with the fewest
+              mechanisms comes first
     searched  how many plans the space has
     tried     for how many of them a formula was computed: all others are no faster than the last of `best`
     seconds   that the search took
@@ -76,7 +80,7 @@ class Found:
 
     @property
     def plan(self) -> Planned:
-        """The fastest one."""
+        """The one to take."""
         return self.best[0]
 
     def pin(self, pins: str | Mapping[str, Any]) -> Found:
@@ -143,6 +147,11 @@ class Found:
                 break_on_hyphens=False,
             )
         lines += ["", *self.plan.reasons]
+        if any(one.time < self.plan.time for one in self.best):
+            lines.append(
+                "Which of the first plan and those that take less time is faster lies within the error of estimates: "
+                "the first one has the fewest mechanisms."
+            )
         lines.append(
             f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "
             "faster formula"
@@ -169,16 +178,18 @@ def search(
     most: int = SIMULATED,
     simulate: bool = True,
     runs: bool = False,
+    to: str = "",
 ) -> Found:
     """The fastest plans for a model, and how much is known about all others.
 
     model, devices, nodes, gpus_per_node   as for `minipar.estimate`; default: the machine's own nodes, or one
     batch     rows of a step over all replicas
     pins      keys that are fixed: "tp=8 zero=1"
-    memory    bytes of a device that may be used, or words such as "70GB"; default: all of them
+    memory    bytes of a device that may be used, or words such as "70GB"; default: all but RESERVE of them
     most      how many plans to return
     simulate  whether the best ones are simulated where their formula is not exact, or their stages differ
     runs      whether only plans count that minipar itself can run
+    to        "megatron", "deepspeed" or "torchtitan": only plans that this system runs, too, as `export` says them
 
     Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory,
     and the smallest number of nodes, that would do.
@@ -189,8 +200,9 @@ def search(
         changed["per_node"] = keys.whole_number("gpus-per-node", gpus_per_node)
     if memory is not None:
         changed["memory"] = memory
-    found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch, most=MOST_ROWS), pins)
-    return solve(replace(found, runs=runs), keys.whole_number("most", most), simulate)
+    rows, reserve = keys.whole_number("batch", batch, most=MOST_ROWS), RESERVE if memory is None else 0.0
+    found = space(sizes(model), replace(machine, **changed), rows, pins, reserve)
+    return solve(replace(found, runs=runs, to=to), keys.whole_number("most", most), simulate)
 
 
 def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
@@ -201,6 +213,7 @@ def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
         raise PlanError(nothing_fits(space))
     plans = _simulated(space, best) if simulate else best
     plans.sort(key=lambda one: one.time)
+    plans = _plainest_first(space, plans)[:most]
 
     explained = tuple(replace(one, reasons=reasons(one, space)) for one in plans)
     return Found(space, explained, space.count, tried, perf_counter() - began, bound)
@@ -276,15 +289,44 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
         for chosen in (*plain, *space.offloaded(numbers)):
             if chosen is not numbers:
                 cost = _cost(chosen, space.model, _any_memory(space.machine))
-            if cost.memory <= space.machine.memory:
+            on_host = host_of_node(cost.host, chosen, space.machine)
+            if cost.memory <= space.machine.memory and on_host <= space.machine.host_memory:
                 if cost.time >= limit:
                     return None
                 check(chosen, space.model, space.machine)
                 found = Planned(chosen, cost)
+                if space.to:
+                    found.plan.export(space.to)
                 return found if not space.runs or found.plan else None
     except PlanError:
         pass
     return None
+
+
+def _plainest_first(space: Space, best: list[Planned]) -> list[Planned]:
+    """The plans, before them the one with the fewest mechanisms whose time is within the error bar of the best one's:
+    which of them is faster nobody knows."""
+    first = best[0]
+    bar = like(first.time, first.numbers, space.model, space.machine)
+    usual = {**space.domains, "reduce": space.domains["reduce"][:1]}
+    usual["offload"] = tuple(what for what in space.domains["offload"] if not what) or space.domains["offload"]
+    usual["schedule"] = tuple(one for one in space.domains["schedule"] if one[0] in USUAL) or space.domains["schedule"]
+    plain, _, _ = _by_formulas(replace(space, domains=usual), 1)
+    if plain:
+        (one,) = _simulated(space, plain)
+        if one.numbers not in [known.numbers for known in best] and one.time <= first.time * (1 + bar.error):
+            best = [*best, one]
+    equal = [one for one in best if one.time <= first.time * (1 + bar.error)]
+    chosen = min(equal, key=lambda one: (mechanisms(one.numbers), one.time))
+    return [chosen, *(one for one in best if one is not chosen)]
+
+
+def mechanisms(numbers: PlanNumbers) -> int:
+    """How many things a plan does that plain data parallelism does not."""
+    n = numbers
+    axes = sum(size > 1 for size in (n.tp, n.pp, n.cp, n.ep))
+    rest = (n.zero > 0) + (n.zero > 1) + (n.zero > 2) + (not n.every and n.zero > 1) + bool(n.checkpoint)
+    return axes + rest + 2 * len(n.offload) + 2 * (n.pp > 1 and n.schedule not in USUAL) + (n.chunks > 1)
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:

@@ -51,7 +51,8 @@ class Planned:
     @property
     def plan(self) -> Plan:
         """The plan for `train`. Errors: PlanError for a plan that minipar cannot run, with the reason."""
-        return Plan.parse(" ".join(word for word in self.words.split() if not word.startswith("micro_batch_size=")))
+        own = (word for word in self.words.split() if not word.startswith(("micro_batch_size=", "gradients=")))
+        return Plan.parse(" ".join(own))
 
     def __str__(self) -> str:
         return f"{self.time:.4g} s, {self.memory / 1e9:.3g} GB: {self.words}"

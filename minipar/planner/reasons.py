@@ -15,18 +15,22 @@ from __future__ import annotations
 from minipar.errors import PlanError
 from minipar.models.sizes import Transformer
 from minipar.planner.planned import Planned, difference
-from minipar.planner.space import Space
+from minipar.planner.space import Space, divides
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
 from minipar.wording import several
 
+MOST = 6
+
 
 def reasons(found: Planned, space: Space) -> tuple[str, ...]:
-    """A sentence for each choice of a plan that matters."""
-    words = [_whole_model(found, space), *_tensor(found, space), *_pipeline(found, space), *_zero(found, space)]
-    words += [*_recomputation(found, space), *_rows(found, space), *_offload(found, space), _where(found)]
-    return tuple(text for text in words if text)
+    """At most MOST sentences: what does not fit, what mends it and what stands beside that, what it costs, where the
+    time goes, and what nobody knows."""
+    words = [_whole_model(found, space), *_tensor(found, space)[:1], *_pipeline(found, space)[:1]]
+    words += [*_offload(found, space), *_zero(found, space), *_recomputation(found, space), _where(found)]
+    words = [text for text in words if text]
+    return (*words[: MOST - 1], words[-1]) if len(words) > MOST else tuple(words)
 
 
 def advice(found: Planned, space: Space) -> str:
@@ -123,7 +127,7 @@ def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
     built = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
     if built.pp == 1:  # (a single stage has no order)
         built = built._replace(schedule="1f1b", chunks=1)
-    if built.chunks > 1 and space.model.layers % (built.pp * built.chunks):
+    if not divides(space.model.layers, built.pp, built.chunks):
         return None
     others = built.tp * built.pp * built.cp * built.ep
     if space.devices % others:
@@ -184,7 +188,7 @@ def _zero(found: Planned, space: Space) -> list[str]:
 def _recomputation(found: Planned, space: Space) -> list[str]:
     n = found.numbers
     if not n.checkpoint:
-        return ["Nothing runs again: all activations fit."]
+        return [] if n.offload else ["Nothing runs again: all activations fit."]
     again = found.cost.seconds.get("recomputation", 0.0)
     less = n._replace(checkpoint=0)
     share = f"{again / found.cost.time:.1%}"

@@ -21,7 +21,8 @@ from typing import Any
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, Transformer
-from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers
+from minipar.prediction.plan_words import default_precision, own_gradient
 from minipar.strategies import keys
 from minipar.strategies.keys import OFFLOADS
 from minipar.strategies.plan import Plan
@@ -31,7 +32,8 @@ OUTER = ("tp", "context_parallel", "ep", "pp", "micro_batch_size", "sequence_par
 INNER = ("schedule", "zero", "reduce", "overlap", "offload")
 NAMES = {"context_parallel": "cp", "micro_batch_size": "rows"}  # of keys the field of PlanNumbers, where it has another
 LARGEST_ROWS = 64
-LONG = 16_384  # tokens of a sequence from which on it is worth sharing
+RESERVE = 0.06  # of a device's memory, which plans leave: for the allocator's slack, and for buffers of libraries
+LONG = 8_192  # tokens of a sequence from which on it is worth sharing
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ class Space:
     batch            rows of a step
     domains          of each key its values; a schedule is (name, chunks)
     precision        of all plans
+    gradient         bytes of their whole gradients, as in `PlanNumbers`
     pins             what was fixed
     runs             whether only plans count that minipar itself can run
+    to               a system that must be able to run them, too: megatron, deepspeed or torchtitan; "": none
     """
 
     model: Sizes
@@ -51,8 +55,10 @@ class Space:
     batch: int
     domains: Mapping[str, tuple[Any, ...]]
     precision: str = "bf16"
+    gradient: int = 0
     pins: Mapping[str, Any] = field(default_factory=dict)
     runs: bool = False
+    to: str = ""
 
     @property
     def devices(self) -> int:
@@ -79,6 +85,7 @@ class Space:
                                     yield PlanNumbers(
                                         dp, pp, tp, cp, ep, "1f1b", 1, self.batch // dp // rows, float(rows),
                                         checkpoint=checkpoint, sequence_parallel=sequence, precision=self.precision,
+                                        gradient=self.gradient,
                                     )  # fmt: skip
 
     def _replicas(self, dp: int) -> tuple[int, ...]:
@@ -88,7 +95,7 @@ class Space:
     def scheduled(self, outer: PlanNumbers) -> Iterator[PlanNumbers]:
         """The same way to compute micro-batches with every schedule that can be."""
         for name, chunks in self.domains["schedule"] if outer.pp > 1 else self.domains["schedule"][:1]:
-            if chunks == 1 or self.model.layers % (outer.pp * chunks) == 0:
+            if divides(self.model.layers, outer.pp, chunks):
                 yield outer._replace(schedule=name, chunks=chunks)
 
     def sharing(self, plan: PlanNumbers) -> Iterator[PlanNumbers]:
@@ -136,6 +143,9 @@ class Space:
             if key == "micro_batch_size":
                 domains[key] = (keys.whole_number(key, given),)
                 continue
+            if key == "precision" and given in PRECISIONS:
+                precision = str(given)
+                continue
             value = known[key].metadata["key"].domain.read(key, given)
             if key == "precision":
                 precision = value
@@ -157,11 +167,14 @@ class Space:
         return replace(self, domains=domains, precision=precision, pins={**self.pins, **asked})
 
 
-def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, Any] = "") -> Space:
-    """The space for a model on a machine that has its nodes.
+def space(
+    model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, Any] = "", reserve: float = RESERVE
+) -> Space:
+    """The space for a model on a machine that has its nodes. `reserve`: the part of each device's memory to leave.
 
     Errors: PlanError for a batch that no number of replicas divides, and for pins as `Space.pinned`.
     """
+    machine = replace(machine, memory=int(machine.memory * (1 - reserve)))
     devices = machine.nodes * machine.per_node
     transformer = isinstance(model, Transformer)
     divisors = _divisors(devices)
@@ -186,7 +199,7 @@ def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, 
         "overlap": ("backward",),
         "offload": ((), *((what,) for what in OFFLOADS[:2]), OFFLOADS[:2]),
     }
-    found = Space(model, machine, batch, domains, "bf16" if machine.mixed else "float32")
+    found = Space(model, machine, batch, domains, default_precision(model, machine), own_gradient(model))
     return found.pinned(pins) if pins else found
 
 
@@ -210,7 +223,13 @@ def _chunks(name: str, layers: int) -> tuple[int, ...]:
     one = registry.find(name)
     if "chunks" not in one.options:
         return (one.chunks,)
-    return tuple(v for v in range(2, 9) if layers % v == 0) or (one.chunks,)
+    return tuple(v for v in range(2, 9) if layers % v == 0 or (layers + 2) % v == 0) or (one.chunks,)
+
+
+def divides(layers: int, pp: int, chunks: int) -> bool:
+    """Whether stages have equal numbers of blocks, with embedding and head counted as blocks or not (as Megatron may
+    count them)."""
+    return chunks == 1 or layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
 
 
 def _checkpoint(value: Any) -> int | str:

@@ -66,7 +66,7 @@ def nothing_fits(given: Space) -> str:
     while nodes * machine.per_node < MOST_DEVICES:
         nodes *= 2
         try:
-            more = _smallest(space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins)))
+            more = _smallest(space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins), 0.0))
         except PlanError:  # a pin that so many nodes cannot have
             continue
         if more is not None and more.memory <= machine.memory:
@@ -79,7 +79,7 @@ def _no_plan(given: Space) -> str:
     pins = dict(given.pins)
     for key in pins:
         others = {other: value for other, value in pins.items() if other != key}
-        free = space(given.model, given.machine, given.batch, others)
+        free = space(given.model, given.machine, given.batch, others, 0.0)
         possible = sorted({_value(key, plan) for plan in _plans(free, key in (*INNER, "chunks"))})
         if possible:
             return (
@@ -139,7 +139,7 @@ def _batches(given: Space) -> list[str]:
     return [
         f"batch={one}"
         for one in dict.fromkeys(near)
-        if one > 0 and next(_plans(space(given.model, given.machine, one, pins)), None)
+        if one > 0 and next(_plans(space(given.model, given.machine, one, pins, 0.0)), None)
     ]
 
 
@@ -151,4 +151,6 @@ def _fewer(given: Space) -> list[str]:
         (f"gpus-per-node={k}", replace(machine, per_node=k))
         for k in range(min(machine.per_node, MOST_TRIED) - 1, 0, -1)
     ]
-    return next(([text] for text, less in ways if next(_plans(space(given.model, less, given.batch, pins)), None)), [])
+    return next(
+        ([text] for text, less in ways if next(_plans(space(given.model, less, given.batch, pins, 0.0)), None)), []
+    )

@@ -22,6 +22,7 @@ in one node if they can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -30,9 +31,19 @@ from typing import NamedTuple
 from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
 from minipar.costs.links import Line
+from minipar.costs.stacks import STACKS, reached
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
-from minipar.prediction.plan_numbers import Chunk, PlanNumbers, copies_of, placement_of, split_of
+from minipar.prediction.plan_numbers import (
+    FLOAT,
+    PRECISIONS,
+    Chunk,
+    PlanNumbers,
+    Precision,
+    copies_of,
+    placement_of,
+    split_of,
+)
 from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import ClosedForm, Times, find
 
@@ -102,33 +113,20 @@ def links(machine: Hardware, ranks: int, stride: int) -> Links:
 
 
 def gather(machine: Hardware, axis: Links, size: float) -> float:
-    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes in all: of rings between nodes, and inside them.
+    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes in all: rings that go on inside nodes and between
+    them at the same time.
 
     Where an axis has several ranks in each node, each of them has its own link to the other nodes, and its own part.
     """
     n, inside = axis
     if n == 1 or not size:
         return 0.0
-    nodes, found = n // inside, 0.0
-    share = machine.efficiency
-    if inside > 1:
-        found += Line(machine.near_latency, machine.near * share.near).ring(inside, size)
-    if nodes > 1:
-        found += Line(machine.far_latency, machine.far * share.far).ring(nodes, size / inside)
-    return found
-
-
-def gather_of_layer(machine: Hardware, axis: Links, size: float) -> float:
-    """Seconds of an all-gather, or a reduce-scatter, of one layer: one ring over all ranks, without the division over a
-    node's links that large messages allow. It is as fast as `Efficiency.lanes` links between two nodes."""
-    n, inside = axis
-    if n == inside or not size:
-        return gather(machine, axis, size)
-    share = machine.efficiency
-    rate = min(share.lanes, inside) * machine.far * share.far
-    return (
-        (n - 1) / n * size / rate + (n // inside - 1) * machine.far_latency + (n - n // inside) * machine.near_latency
-    )
+    nodes, share = n // inside, machine.rates
+    near = Line(machine.near_latency, machine.near * share.near).ring(inside, size) if inside > 1 else 0.0
+    if nodes == 1:
+        return near
+    far = Line(machine.far_latency, machine.far * share.far)
+    return max(near, far.occupied(size * (nodes - 1) / nodes / inside)) + (nodes - 1) * far.latency
 
 
 def exchange(machine: Hardware, axis: Links, size: float) -> float:
@@ -136,25 +134,41 @@ def exchange(machine: Hardware, axis: Links, size: float) -> float:
     n, inside = axis
     if n == 1:
         return 0.0
-    share = machine.efficiency
+    share = machine.rates
     near = size * (inside - 1) / n / (machine.near * share.near) + machine.near_latency
     far = size * (n - inside) / n / (machine.far * share.far) + machine.far_latency
     return max(near, far if n > inside else 0.0)
 
 
+CASTS = {"fp8": 4, "mxfp8": 5, "nvfp4": 7}  # bytes read and written for each number that is made shorter
+SHORT = 128  # tokens at which a row's attention reaches half of what long rows do
+BACKWARD = 2.5  # operations of the backward of attention as one kernel, in forwards: it makes the scores again
+
+
 class Kernels(NamedTuple):
-    """How long operators take on one device, with numbers of `element` bytes."""
+    """How long operators take on one device, with numbers of `element` bytes.
+
+    peak, wide   FLOP/s that large matrix products reach: those of blocks, and those of 16-bit numbers
+    half         the smallest dimension of a product that reaches half of them
+    flash        FLOP/s that attention as one kernel reaches
+    casts        bytes moved for each number that is made shorter before a product
+    routing      seconds of a mixture's layer
+    """
 
     peak: float
+    wide: float
     half: float
+    flash: float
     bandwidth: float
     least: float
     element: int
+    casts: int
+    routing: float
 
-    def product(self, m: float, n: float, k: float, count: float = 1) -> float:
-        """Seconds of `count` matrix products (m, k) x (k, n)."""
-        smallest = min(m, n, k)
-        work = 2 * m * n * k * count / self.peak * (1 + self.half / smallest)
+    def product(self, m: float, n: float, k: float, count: float = 1, short: bool = False) -> float:
+        """Seconds of `count` matrix products (m, k) x (k, n); `short`: of 8 or 4 bits, if the plan has any."""
+        peak = self.peak if short else self.wide
+        work = 2 * m * n * k * count / peak * (1 + self.half * peak / self.wide / min(m, n, k))
         return max(work, self.element * (m * k + k * n + m * n) * count / self.bandwidth, self.least)
 
     def stream(self, size: float) -> float:
@@ -162,59 +176,86 @@ class Kernels(NamedTuple):
         return max(size / self.bandwidth, self.least) if size else 0.0
 
 
-def kernels(machine: Hardware, element: int) -> Kernels:
-    """The kernels of a machine for numbers of 2 or 4 bytes."""
-    share = machine.efficiency
-    peak = machine.flops if element < 4 else machine.flops32
-    return Kernels(peak * share.matmul, share.half, machine.memory_bandwidth * share.memory, share.kernel, element)
+@lru_cache(256)
+def kernels(machine: Hardware, precision: str | Precision) -> Kernels:
+    """The kernels of a machine for a plan's numbers. Errors: PlanError for numbers that it has no units for."""
+    share = machine.rates
+    each = PRECISIONS[precision] if isinstance(precision, str) else precision
+    wide = machine.flops if each.activation < FLOAT else machine.flops32
+    peak, casts = wide, CASTS.get(precision, 0) if isinstance(precision, str) else 0
+    if casts:
+        peak = share.narrow * (machine.flops4 if precision == "nvfp4" else machine.flops8)
+        if not peak:
+            raise PlanError(f"precision={precision}: {machine.name} has no units for such numbers; possible is bf16")
+    return Kernels(
+        peak * share.matmul, wide * share.matmul, share.half, wide * share.flash,
+        machine.memory_bandwidth * share.memory, share.kernel, each.activation, casts, share.routing,
+    )  # fmt: skip
 
 
 @lru_cache(4096)
 def block_work(
-    model: Transformer, machine: Hardware, element: int, rows: float, tp: int, cp: int, ep: int, sequence: bool
-) -> Work:
+    model: Transformer, machine: Hardware, precision: str | Precision, rows: float, tp: int, cp: int, ep: int,
+    sequence: bool,
+) -> Work:  # fmt: skip
     """The work of one transformer block on one rank."""
-    run = kernels(machine, element)
-    e, s, h, f, a = element, model.sequence, model.hidden, model.ffn, model.heads
+    run = kernels(machine, precision)
+    e, s, h, f = run.element, model.sequence, model.hidden, model.ffn
     tokens, mask = rows * s / cp / ep, MASK * model.dropout
-    wide = (h + 2 * model.kv) / tp
-    depth = h / a
     size = tokens * h
     outside = size / (tp if sequence else 1)  # numbers between the divided operators
 
-    scores = tokens * s * a / tp
-    local = rows / ep * a / tp  # matrices of scores on this rank
-    core = run.product(s / cp, s, depth, local) + run.product(s / cp, depth, s, local)
-    core_back = 2 * core
-    if model.flash:  # scores stay inside the kernel, whose backward makes them again
-        work = 4 * tokens * s * h / tp / run.peak * (1 + run.half / s)
-        core, core_back = max(work, run.least), max(2.5 * work, run.least)
-    softmax = 0.0 if model.flash else run.stream(scores * (4 * e + mask if mask else 2 * e))
-    softmax_back = 0.0 if model.flash else run.stream(scores * (5 * e + mask if mask else 3 * e))
+    products = sum(run.product(tokens, b / (tp if cut else 1), a, short=True)
+                   for a, b, cut in model.attention_matrices[:-1])  # fmt: skip
+    products += run.product(tokens, h, model.mixed / tp, short=True)
+    scores, local = tokens * s * model.heads / tp, rows / ep * model.heads / tp  # matrices of scores on this rank
+    work = 2 * tokens * s * (model.queries + model.mixed) / tp * model.pairs
+    softmax = softmax_back = 0.0
+    if model.flash:  # half of the pairs; scores stay inside the kernel
+        core = max(work / 2 / run.flash * (1 + SHORT / s), run.least)
+        core_back = BACKWARD * core
+    else:
+        core = run.product(s / cp, s, model.head_dim, local) + run.product(s / cp, model.head_dim, s, local)
+        core_back = 2 * core
+        softmax = run.stream(scores * (4 * e + mask if mask else 2 * e))
+        softmax_back = run.stream(scores * (5 * e + mask if mask else 3 * e))
 
     routed = tokens * model.top * model.capacity if model.experts else tokens
     queues = max(1.0, model.experts / ep) if model.experts else 1.0
-    each = routed / queues
     first = (2 if model.gated else 1) * f / tp
-    products = run.product(tokens, wide, h) + run.product(tokens, h, h / tp)
-    products += run.product(each, first, h, queues) + run.product(each, h, f / tp, queues)
+    between = e * routed * (first + f / tp) + 2 * e * tokens * model.queries / tp
+    widths = h + model.mixed / tp  # of the inputs of matrices, for each token
+    inner = routed * (h + f / tp)
+    products += run.product(routed / queues, first, h, queues, True)
+    products += run.product(routed / queues, h, f / tp, queues, True)
     if model.experts:
         products += run.product(tokens, model.experts, h)
+    if model.shared:
+        products += run.product(tokens, first / f * model.shared, h, 1, True)
+        products += run.product(tokens, h, model.shared / tp, 1, True)
+        between += e * tokens * (first / f + 1 / tp) * model.shared
+        inner += tokens * (h + model.shared / tp)
 
     norms = run.stream(2 * e * outside) * 2
     sums = run.stream((3 * e + mask) * outside) * 2
-    between = run.stream(e * routed * (first + f / tp)) + run.stream(2 * e * size / tp)
-    rotation = 0.0 if model.learned else run.stream(2 * e * tokens * (h + model.kv) / tp)
+    rotation = 0.0 if model.learned else run.stream(2 * e * tokens * (model.queries + model.keys) / tp)
     copies = run.stream(2 * e * routed * h) * 2 if model.experts else 0.0
-    memory = norms + sums + between + rotation + copies + softmax
-    memory_back = run.stream(3 * e * outside) * 4 + run.stream((2 * e + mask) * outside) * 2 * model.dropout
-    memory_back += run.stream(e * routed * (2 * first + f / tp)) + run.stream(2 * e * size / tp)
-    memory_back += rotation + copies + softmax_back
+    casts = run.stream(run.casts * (tokens * widths + inner))
+    routing = run.routing * (model.experts > 0)
+    memory = routing + norms + sums + run.stream(between) + rotation + copies + softmax + casts
+    memory_back = (
+        2 * routing + run.stream(3 * e * outside) * 4 + run.stream((2 * e + mask) * outside) * 2 * model.dropout
+    )
+    memory_back += run.stream(between + e * routed * first) + rotation + copies + softmax_back + casts
 
     around = links(machine, tp, 1)
     part = 4 * gather(machine, around, e * size)  # two sums of activations, each way
-    ring = _ring(machine, links(machine, cp, tp), 2 * e * tokens * model.kv / tp, core + softmax)
-    to_experts = 2 * exchange(machine, links(machine, ep, tp * cp), e * routed * h) if model.experts else 0.0
+    kept = e * tokens * (model.latent + model.rope if model.latent else model.keys + model.values) / tp
+    ring = _ring(machine, links(machine, cp, tp), kept, core + softmax)
+    to_experts = 0.0
+    if model.experts and ep > 1:  # a token is sent once to each rank that has some of its experts, by one of tp's ranks
+        reached = ep * (1 - (1 - 1 / ep) ** model.top) * model.capacity
+        to_experts = 2 * exchange(machine, links(machine, ep, tp * cp), e * tokens * reached * h / tp)
     sent = part + ring + to_experts
 
     matrix = products + core
@@ -229,7 +270,7 @@ def _ring(machine: Hardware, axis: Links, size: float, core: float) -> float:
     n, inside = axis
     if n == 1:
         return 0.0
-    share = machine.efficiency
+    share = machine.rates
     near = inside == n
     rate = machine.near * share.near if near else machine.far * share.far
     step = size / rate + (machine.near_latency if near else machine.far_latency)
@@ -238,11 +279,12 @@ def _ring(machine: Hardware, axis: Links, size: float, core: float) -> float:
 
 @lru_cache(4096)
 def ends_work(
-    model: Transformer, machine: Hardware, element: int, rows: float, tp: int, cp: int, ep: int, sequence: bool
-) -> tuple[Work, Work]:
+    model: Transformer, machine: Hardware, precision: str | Precision, rows: float, tp: int, cp: int, ep: int,
+    sequence: bool,
+) -> tuple[Work, Work]:  # fmt: skip
     """The work of the embedding and of the head with the loss."""
-    run = kernels(machine, element)
-    e, h, v = element, model.hidden, model.vocabulary
+    run = kernels(machine, precision)
+    e, h, v = run.element, model.hidden, model.vocabulary
     tokens = rows * model.sequence / cp / ep
     size = tokens * h
     outside = size / (tp if sequence else 1)
@@ -261,13 +303,13 @@ def ends_work(
 
 
 @lru_cache(1024)
-def chain_work(model: Chain, machine: Hardware, element: int, rows: float) -> tuple[Work, ...]:
+def chain_work(model: Chain, machine: Hardware, precision: str | Precision, rows: float) -> tuple[Work, ...]:
     """The work of each layer of a chain. Its layers cannot be shared."""
-    run = kernels(machine, element)
-    found = []
+    run = kernels(machine, precision)
+    found, element = [], run.element
     for layer in model.chain:
         flops = layer.flops * rows
-        matrix = flops / run.peak * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
+        matrix = flops / run.wide * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
         memory = run.stream(element * layer.moved * rows)
         found.append(Work(matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, flops, 0.0))
     return tuple(found)
@@ -324,7 +366,7 @@ def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stag
         again = tuple(part.again for part in facts.parts)
         saved = sum(part.held for part in facts.parts)
         one = _stage(
-            model, machine, n.bytes.activation, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
+            model, machine, n.precision, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
             facts.copies, again,
         )  # fmt: skip
         found.append((one._replace(saved=saved), kind.alike))
@@ -333,7 +375,7 @@ def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stag
 
 @lru_cache(8192)
 def _stage(
-    model: Sizes, machine: Hardware, element: int, rows: float, division: Division, selective: bool,
+    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, selective: bool,
     chunks: tuple[Chunk, ...], copies: int, again: tuple[tuple[int, ...], ...],
 ) -> Stage:  # fmt: skip
     """One rank's layers for one micro-batch. If stages have copies, the rank has one of so many micro-batches in each.
@@ -342,10 +384,10 @@ def _stage(
     """
     d = division
     if isinstance(model, Chain):
-        works = chain_work(model, machine, element, rows)
+        works = chain_work(model, machine, precision, rows)
         blocks = range(len(works))
     else:
-        given = (model, machine, element, rows, d.tp, d.cp, d.ep, d.sequence)
+        given = (model, machine, precision, rows, d.tp, d.cp, d.ep, d.sequence)
         embed, head = ends_work(*given)
         works = (embed, block_work(*given), head)
         blocks = range(1, model.layers + 1)
@@ -389,11 +431,12 @@ class Pace(NamedTuple):
 def _pace(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> Pace:
     """One micro-batch on a stage, or on a rank with several. An unfused gradient is read, and its float32 sum is read
     and written."""
-    n, added = numbers, 0.0
-    hidden = min(stage.back_sent, stage.weight) * machine.efficiency.beside * n.fused
-    if not n.fused:
+    n, added, share = numbers, 0.0, machine.rates
+    fused = STACKS[n.software].fused
+    hidden = min(stage.back_sent, stage.weight) * share.beside * fused
+    if not fused:
         moved = (stage.parameters + stage.experts) * (n.bytes.gradient + 8)
-        added = moved / kernels(machine, n.bytes.activation).bandwidth
+        added = moved / kernels(machine, n.precision).bandwidth
     waits, second = _waits(n, machine, stage, axes), stage.weight + added
     return Pace(Times(stage.forward, stage.backward - hidden + added + waits - second, second), hidden, added, waits)
 
@@ -404,6 +447,24 @@ class StageTimes(NamedTuple):
 
     times: Times
     copies: float = 0.0
+
+
+@lru_cache(1024)
+def reaching(machine: Hardware, stack: str) -> Hardware:
+    """A machine with what a stack reaches of its peaks, if it does not say so itself."""
+    if machine.efficiency is not None:
+        return machine
+    return replace(machine, efficiency=reached(machine.like or machine.name, stack))
+
+
+@lru_cache(1024)
+def on_device(model: Sizes, machine: Hardware, stack: str) -> Sizes:
+    """A model as a device and a stack run it: without a kernel for its attention, this is several operators."""
+    if isinstance(model, Chain) or not model.flash:
+        return model
+    if machine.flash and STACKS[stack].flash and (machine.flops4 or not model.sinks):
+        return model
+    return replace(model, flash=False)
 
 
 Ends = Callable[[Sequence[StageTimes]], Sequence[float]]
@@ -417,7 +478,7 @@ def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[
     found: dict[int, StageTimes] = {}
     for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
         for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
-            one = _stage(model, machine, n.bytes.activation, n.rows, n.division, selective, (chunk,), 1, (part.again,))
+            one = _stage(model, machine, n.precision, n.rows, n.division, selective, (chunk,), 1, (part.again,))
             times = _pace(n, machine, one._replace(saved=part.held), axes).times
             summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
             for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):
@@ -433,6 +494,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
               formula. The formula takes ranks that are alike; of others it takes the mean, and the slowest one's pace
     Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
     """
+    machine, model = reaching(machine, numbers.software), on_device(model, machine, numbers.software)
     form = find(numbers.schedule).form
     if form is None and replica is None:
         raise PlanError(
@@ -520,27 +582,27 @@ def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
 
 def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:
     """Seconds for which a micro-batch waits for parameters, sums of gradients, and copies, beside its work."""
-    n, each = numbers, numbers.bytes
+    n, each, share = numbers, numbers.bytes, machine.rates
     waits, size = 0.0, stage.parameters + stage.experts
     if n.zero == 3 and axes.all.ranks > 1:
         gathered = _by_layer(machine, stage, axes, each.parameter)
         summed = _by_layer(machine, stage, axes, each.gradient) if n.every else 0.0
-        share = machine.efficiency.beside
-        waits = gathered - share * min(gathered, stage.forward)
-        waits += gathered + summed - share * min(gathered + summed, stage.backward)
+        waits = gathered - share.beside * min(gathered, stage.forward)
+        waits += gathered + summed - share.beside * min(gathered + summed, stage.backward)
     elif n.zero == 2 and n.every and axes.all.ranks > 1:
         summed = _by_layer(machine, stage, axes, each.gradient) * (n.microbatches - 1) / n.microbatches
-        waits = summed - machine.efficiency.beside * min(summed, stage.backward) * n.overlap
+        waits = summed - share.beside * min(summed, stage.backward) * n.overlap
     copied = 2 * stage.saved * ("activations" in n.offload) + 2 * each.parameter * size * ("parameters" in n.offload)
-    return waits + max(0.0, copied / machine.host_bandwidth - stage.forward - stage.backward)
+    copying = copied / machine.copies
+    return waits + copying - share.beside * min(copying, stage.forward + stage.backward)
 
 
 def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> float:
     """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. A parameter has
     `size` bytes."""
     layers = max(1, stage.layers)
-    found = layers * gather_of_layer(machine, axes.all, size * stage.parameters / layers)
-    return found + layers * gather_of_layer(machine, axes.experts, size * stage.experts / layers)
+    found = layers * gather(machine, axes.all, size * stage.parameters / layers)
+    return found + layers * gather(machine, axes.experts, size * stage.experts / layers)
 
 
 def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas, beside: float) -> float:
@@ -555,7 +617,7 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
     half = gather(machine, axes.all, size) + gather(machine, axes.experts, stage.experts * each.gradient)
     summed = half if n.zero else 2 * half
     if n.overlap:
-        hidden = machine.efficiency.beside * min(summed, beside)
+        hidden = machine.rates.beside * min(summed, beside)
         summed = max(summed - hidden, summed * min(1.0, MESSAGE / max(1.0, size)))
     return summed + (half * each.parameter / each.gradient if n.zero in (1, 2) else 0.0)
 
@@ -578,10 +640,10 @@ def _over_copies(numbers: PlanNumbers, machine: Hardware, parameters: float) -> 
 
 def layer_works(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[Work]:
     """The work of every layer, embedding and head included."""
-    d, element = numbers.division, numbers.bytes.activation
+    d = numbers.division
     if isinstance(model, Chain):
-        return list(chain_work(model, machine, element, numbers.rows))
-    given = (model, machine, element, numbers.rows, d.tp, d.cp, d.ep, d.sequence)
+        return list(chain_work(model, machine, numbers.precision, numbers.rows))
+    given = (model, machine, numbers.precision, numbers.rows, d.tp, d.cp, d.ep, d.sequence)
     embed, head = ends_work(*given)
     return [embed, *[block_work(*given)] * model.layers, head]
 
@@ -595,9 +657,9 @@ def optimizer_seconds(numbers: PlanNumbers, machine: Hardware, updated: int) -> 
     each = numbers.bytes
     moved = updated * (4 * (4 + 3 + 2) + each.parameter * (each.parameter < 4))
     if "optimizer" in numbers.offload:
-        copied = updated * (each.gradient + each.parameter) / machine.host_bandwidth
-        return copied + moved / machine.host_memory_bandwidth
-    return moved / (machine.memory_bandwidth * machine.efficiency.memory)
+        copied = updated * (each.gradient + each.parameter) / machine.copies
+        return copied + moved / (machine.host_memory_bandwidth / machine.per_node)
+    return moved / kernels(machine, numbers.precision).bandwidth
 
 
 def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
@@ -626,7 +688,7 @@ def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int =
 
 def line(numbers: PlanNumbers, machine: Hardware) -> Line:
     """The link between neighbours in the pipeline."""
-    share = machine.efficiency
+    share = machine.rates
     if 2 * numbers.ranks // numbers.pp <= machine.per_node:
         return Line(machine.near_latency, machine.near * share.near)
     return Line(machine.far_latency, machine.far * share.far)

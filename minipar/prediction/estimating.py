@@ -34,7 +34,8 @@ from minipar.prediction import fitting
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check, numbers_of, refusal, table_of, words
-from minipar.prediction.rank_memory import RankMemory, of_ranks
+from minipar.prediction.published import Bar, like
+from minipar.prediction.rank_memory import RankMemory, host_of_node, of_ranks
 from minipar.prediction.replica import by_simulation, helps
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
@@ -59,6 +60,26 @@ class Estimate:
     cost: Cost
     note: str = ""
     by: str = "formula"
+
+    @property
+    def bar(self) -> Bar:
+        """How far the time may be off, from published rows that are like this plan."""
+        return like(self.time, self.numbers, self.model, self.machine)
+
+    @property
+    def low(self) -> float:
+        """Seconds that a step takes at least, as far as published rows show; `rows` is how many there are."""
+        return self.bar.low
+
+    @property
+    def high(self) -> float:
+        """Seconds that a step takes at most, as `low`."""
+        return self.bar.high
+
+    @property
+    def rows(self) -> int:
+        """How many published rows are like this plan."""
+        return self.bar.rows
 
     @property
     def time(self) -> float:
@@ -98,8 +119,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest device can hold it."""
-        return self.memory <= self.machine.memory
+        """Whether the fullest device can hold it, and the host what waits there."""
+        return self.memory <= self.machine.memory and self.host <= self.machine.host_memory
+
+    @property
+    def host(self) -> int:
+        """Bytes that wait on the host of a node, of all its devices."""
+        return host_of_node(self.cost.host, self.numbers, self.machine)
 
     @property
     def plan(self) -> str:
@@ -115,9 +141,16 @@ class Estimate:
         rows = [
             f"{name} on {several(self.numbers.ranks, 'device')}, {self.machine.name}: {self.plan}",
             f"step             {_seconds(self.time)}, {several(self.numbers.batch, 'row')}",
+            f"may be off       {self.bar}",
+            f"software         {self.numbers.software}",
             f"each device      {self.tflops_per_gpu:.4g} TFLOP/s; {self.mfu:.1%} of the peak without what runs again",
             f"memory           {self.memory / 1e9:.3g} GB of {self.machine.memory / 1e9:.3g}"
-            + ("" if self.fits else ": does not fit"),
+            + ("" if self.memory <= self.machine.memory else ": does not fit"),
+            *(
+                [f"host             {self.host / 1e9:.3g} GB of {self.machine.host_memory / 1e9:.3g} in each node"]
+                if self.host
+                else []
+            ),
             "",
         ]
         width = max(map(len, (*self.breakdown, *self.memory_breakdown)))
@@ -145,7 +178,7 @@ def estimate(
     nodes: int | None = None,
     gpus_per_node: int | None = None,
     simulate: bool = False,
-    fused: bool = True,
+    stack: str | None = None,
     example: Any = None,
 ) -> Estimate:
     """Time and memory of a step of `batch` rows. It says whether the plan fits (`fits`), and does not refuse it if not.
@@ -154,7 +187,7 @@ def estimate(
     nodes           how many nodes there are; then a plan without dp= has as many replicas as fill them
     gpus_per_node   in place of the hardware's own number
     simulate        simulate one replica even where the schedule has a formula
-    fused           whether kernels are those of Megatron since 2022 (`PlanNumbers.fused`)
+    stack           the software, a key of costs/stacks.py's STACKS; default: the one that fits the plan
     example         an input of one row or more, if `model` is a torch module (`models.counting.chain_of`)
     Errors: PlanError for an unknown name, key or number, and for a plan that cannot be: it says what is possible.
     """
@@ -176,7 +209,7 @@ def estimate(
         numbers, note = plan, ""
     else:
         table = table_of(plan)
-        numbers = numbers_of(table, chosen, machine, batch, fused)
+        numbers = numbers_of(table, chosen, machine, batch, stack)
         note = refusal(table, numbers)
     check(numbers, chosen, machine)
     walked = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
@@ -188,6 +221,11 @@ def way_out(found: Estimate) -> str:
     """What a plan that does not fit needs: the memory of a device, the smallest number of devices of this kind, or
     another plan on as many devices."""
     machine = found.machine
+    if found.memory <= machine.memory:
+        return (
+            f"needs {found.host / 1e9:.4g} GB on the host of a node, but {machine.name} has "
+            f"{machine.host_memory / 1e9:.4g} GB there; possible is less in offload="
+        )
     text = (
         f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
     )
@@ -208,6 +246,11 @@ def report(found: Estimate) -> dict[str, Any]:
         raise PlanError(f"plan {found.plan}: {way_out(found)}")
     return {
         "time": found.time,
+        "low": found.low,
+        "high": found.high,
+        "rows": found.rows,
+        "stack": found.numbers.software,
+        "host": found.host,
         "tflops_per_gpu": found.tflops_per_gpu,
         "mfu": found.mfu,
         "memory": found.memory,

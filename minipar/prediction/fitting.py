@@ -123,7 +123,7 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
     families += [[{"offload": tuple({*n.offload, what})}] for what in ("optimizer", "activations")]
 
     def peak(change: Change) -> int:
-        built = numbers_of({**table, **change}, model, machine, batch, n.fused)
+        built = numbers_of({**table, **change}, model, machine, batch, n.stack)
         built = built._replace(precision=n.precision)
         check(built, model, machine)
         return fullest(built, model).total

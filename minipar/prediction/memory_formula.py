@@ -18,6 +18,7 @@ plan says so, is `minipar.estimate`; `found.ranks` are then the bytes of its ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
@@ -30,7 +31,7 @@ from minipar.prediction import fitting
 from minipar.prediction.plan_numbers import PRECISIONS as PRECISIONS
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_numbers import Precision as Precision
-from minipar.prediction.plan_words import check, numbers_of, table_of
+from minipar.prediction.plan_words import check, default_precision, numbers_of, table_of
 from minipar.prediction.rank_memory import KINDS, Detail, RankMemory, of_ranks
 from minipar.prediction.rank_memory import States as States
 from minipar.prediction.rank_memory import in_flight as in_flight
@@ -80,7 +81,7 @@ def model_of(model: str, **overrides: Any) -> Sizes:
     numbers = table.numbers(model, **overrides)
     if isinstance(numbers, Branchy):
         raise PlanError(f"memory: no formula for {model}, whose layers branch; possible is `minipar run --memory`")
-    return of_preset(numbers, model, flash=model not in table.PUBLISHED)
+    return of_preset(numbers, model)
 
 
 def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNumbers:
@@ -95,7 +96,7 @@ def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNum
             "memory: no formula for place=, which cuts stages in pieces; possible are `minipar memory` of a model that "
             f"can be built ({', '.join(table.presets())}), or `minipar run --memory`"
         )
-    found = numbers_of(table_of(plan), model, ends=True)
+    found = numbers_of(table_of(plan), model)
     found = found._replace(
         dp=found.dp // division.ep, ep=found.ep * division.ep, tp=found.tp * division.tp, cp=found.cp * division.cp,
         sequence_parallel=found.sequence_parallel or division.sequence,
@@ -135,8 +136,10 @@ def terms(plan: Plan, detail: Detail) -> list[Term]:
 
 
 def _states_term(plan: Plan, detail: Detail, kind: str) -> Term:
-    own, each = detail.own, getattr(PRECISIONS[plan.precision], kind.removesuffix("s"))
-    shared = list(own.shared) if plan.zero >= _SHARED_FROM[kind] else []
+    own, late = detail.own, kind == "gradients" and plan.reduce == "step"  # (then they are whole until the step)
+    shared = list(own.shared) if plan.zero >= _SHARED_FROM[kind] and not late else []
+    precision = own.each
+    each = getattr(precision.kept(plan.zero) if shared else precision, kind.removesuffix("s"))
     whole = own.whole + (0 if shared else sum(numbers for numbers, _ in own.shared))
     cuts = [f"{numbers:,} ÷ {ranks}" for numbers, ranks in shared]
     letters = ["P", "Q"][: len(shared)]
@@ -241,11 +244,14 @@ def report(plan: str, model: str, batch: int | None, known: Sequence[RankMemory]
 
     Errors: `PlanError` for an impossible plan or an unknown model.
     """
-    chosen = Plan.parse(plan)
+    chosen, asked = Plan.parse(plan), model_of(model) if known is None else None
+    if asked is not None and "precision=" not in plan:
+        chosen = replace(chosen, precision=default_precision(asked))
     ranks = per_rank(chosen, model, batch) if known is None else known
     return {
         "plan": " ".join(plan.split()),
         "model": model,
+        "precision": chosen.precision,
         "batch": chosen.dp * chosen.total_microbatches if batch is None else batch,
         "per_rank": [
             {
@@ -274,7 +280,8 @@ def show_report(result: dict[str, Any]) -> str:
         rows.append((_listed(ranks), *(f"{entry[kind] / scale:.2f}" for kind in kinds)))
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     title = (
-        f"{result['model']}, {result['plan'] or 'one device'}, {several(result['batch'], 'row')} a step: "
+        f"{result['model']}, {result['plan'] or 'one device'}, {several(result['batch'], 'row')} a step, "
+        f"{result['precision']}: "
         f"{unit} on each rank"
     )
     lines = [title]

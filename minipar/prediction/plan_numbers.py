@@ -11,10 +11,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import Division
+from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes
+from minipar.models.sizes import Chain, Sizes, ends_are_layers
 from minipar.strategies.layout import place
 from minipar.strategies.schedules.registry import find
+
+FLOAT = 4  # bytes of a float32 number
 
 
 class Precision(NamedTuple):
@@ -25,10 +28,19 @@ class Precision(NamedTuple):
     optimizer: int
     activation: int
 
+    def kept(self, zero: int) -> Precision:
+        """Bytes of what ZeRO shares out of 16-bit states: sums of gradients are float32 from stage 2 on, and in stage 3
+        the shard of a parameter is the optimizer's own float32 one."""
+        if self.parameter == FLOAT or zero < 2:
+            return self
+        master = FLOAT if zero == 3 else self.parameter
+        return Precision(master, FLOAT, self.optimizer - (FLOAT if zero == 3 else 0), self.activation)
+
 
 PRECISIONS = {
     "float32": Precision(4, 4, 8, 4),  # Adam's two moments
     "bf16": Precision(2, 2, 12, 2),  # master parameters and Adam's moments in float32; ZeRO's K = 12
+    **dict.fromkeys(("fp8", "mxfp8", "nvfp4"), Precision(2, 2, 12, 2)),  # (products alone have shorter numbers)
 }
 
 
@@ -48,13 +60,11 @@ class PlanNumbers(NamedTuple):
     offload              what waits on the host: some of "optimizer", "parameters", "activations"
     precision            a key of PRECISIONS, or bytes of your own
     split                layers of each stage, embedding and head included; (): as even as can be
-    fused                whether kernels are those of Megatron since 2022: the matrix product itself adds a weight
-                         gradient to the sum, and sums of input gradients over tp go on beside it
+    stack                the software, a key of costs/stacks.py's STACKS; "": the one that fits the plan
+    gradient             bytes of a whole gradient where parameters have 2; 0: those of the stack
     rounds               after so many parts of the micro-batches the pipeline is empty (the plan's `accumulate`)
     bucket               the plan's key; None: its default
     options              further keys of the schedule, with their values
-    ends                 whether embedding and head count as the blocks do where layers are divided evenly or run
-                         again, as in minipar's own runs. Otherwise only blocks do, as in Megatron's
     """
 
     dp: int = 1
@@ -74,11 +84,11 @@ class PlanNumbers(NamedTuple):
     offload: tuple[str, ...] = ()
     precision: str | Precision = "bf16"
     split: tuple[int, ...] = ()
-    fused: bool = True
+    stack: str = ""
+    gradient: int = 0
     rounds: int = 1
     bucket: float | str | tuple[int, ...] | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    ends: bool = False
 
     @property
     def ranks(self) -> int:
@@ -93,12 +103,25 @@ class PlanNumbers(NamedTuple):
     @property
     def bytes(self) -> Precision:
         """Bytes of each kind of number."""
-        return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
+        if not isinstance(self.precision, str):
+            return self.precision
+        found = PRECISIONS[self.precision]
+        if found.parameter == FLOAT:
+            return found
+        return found._replace(gradient=self.gradient or STACKS[self.software].gradient)
+
+    @property
+    def software(self) -> str:
+        """The stack that such a plan is usually run with, if it names none: FSDP for ZeRO 3, which is compiled where
+        ranks share layers, too; Megatron for all others."""
+        if self.stack or self.zero < 3:
+            return self.stack or "megatron-core"
+        return "torch-fsdp" if self.pp * self.tp * self.cp * self.ep == 1 else "torch-fsdp-compile"
 
     @property
     def pipeline(self) -> PlanNumbers:
         """The same plan without what does not change the work of a pipeline, or what it keeps of a micro-batch."""
-        return self._replace(dp=1, zero=0, overlap=True, every=True, offload=(), bucket=None, fused=True)
+        return self._replace(stack=self.software, dp=1, zero=0, overlap=True, every=True, offload=(), bucket=None)
 
     @property
     def division(self) -> Division:
@@ -143,24 +166,26 @@ def split_of(numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     if n.split:
         return n.split
     stages = 1 + max(map(max, placement_of(n)))
-    whole = n.ends or isinstance(model, Chain)
+    whole = ends_are_layers(model)
     layers = own_layers(model) if whole else model.layers
     if stages > layers:
-        raise PlanError(_too_many(n, stages, layers))
+        raise PlanError(_too_many(n, stages, layers, whole))
+    counts = even_split(layers, stages)
+    return counts if whole else (counts[0] + 1 + (stages == 1), *counts[1:-1], *([counts[-1] + 1] * (stages > 1)))
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers in each stage as can be; the first ones may have one more."""
     even, more = divmod(layers, stages)
-    counts = [even + (s < more) for s in range(stages)]
-    if not whole:
-        counts[0] += 1
-        counts[-1] += 1
-    return tuple(counts)
+    return tuple(even + (s < more) for s in range(stages))
 
 
-def _too_many(n: PlanNumbers, stages: int, layers: int) -> str:
+def _too_many(n: PlanNumbers, stages: int, layers: int, whole: bool) -> str:
     """Why there cannot be so many stages, and what is possible."""
-    if n.ends and n.pp > layers:
+    if whole and n.pp > layers:
         return f"pp={n.pp}: more stages than layers ({layers}); possible are 1 to {layers}"
     words = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers}); possible are "
-    if n.ends:
+    if whole:
         return f"{words}chunks=1 to {layers // n.pp} where the schedule takes them, or fewer ranks"
     return f"{words}pp=1 to {max(1, layers * n.pp // stages)}"
 

@@ -5,8 +5,9 @@
     words(numbers)                                            the words again
     check(numbers, model, machine)                            an error for what cannot be, on any device
 
-`micro_batch_size=b` may stand for `microbatches=m`. Without precision= it is what the hardware is made for: bf16, or
-float32 on a laptop. `prefetch`, `clip` and `algorithm` change nothing in an estimate.
+`micro_batch_size=b` may stand for `microbatches=m`. `gradients=` (float32 or bf16) says in what whole gradients are
+summed; without it the stack does. Without precision= it is what the hardware is made for: bf16, or float32 on a laptop
+and for models that minipar builds. `prefetch`, `clip` and `algorithm` change nothing in an estimate.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any
 
 from minipar.costs.analytic import layer_costs
 from minipar.costs.hardware import MOST_DEVICES, Hardware
+from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes
+from minipar.models.sizes import Chain, Sizes, Transformer, ends_are_layers
 from minipar.prediction.closed_form import closed_form
-from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
+from minipar.prediction.plan_numbers import FLOAT, PRECISIONS, PlanNumbers, even_split, own_layers, split_of
 from minipar.prediction.replica import actions, by_simulation
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import exclusions, keys, segments
 from minipar.strategies.layout import place
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
-from minipar.wording import several
+from minipar.wording import did_you_mean, several
 
-ROWS = "micro_batch_size"
+ROWS, GRADIENTS = "micro_batch_size", "gradients"
 # Keys that change an estimate, keys that do not, and the only value that an estimate knows of the others.
 _READ = (
     "dp", "pp", "tp", "context_parallel", "ep", "schedule", "chunks", "group", "slices", "doubling", "microbatches",
@@ -41,10 +43,17 @@ _FREE = ("prefetch", "clip", "algorithm", "offload_to", "offload_folder", "offlo
 _OPTIONS = ("group", "doubling", "in_flight", "update_every")  # of schedules, which their formulas do not know
 
 
+_DEFAULTS = {f.name: f.default for f in fields(Plan)}
+
+
 def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     """The keys that a plan gives, with their values. Errors: PlanError for an unknown key or value."""
     if isinstance(plan, Plan):
-        given = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
+        given = {
+            f.name: getattr(plan, f.name)
+            for f in fields(Plan)
+            if getattr(plan, f.name) != f.default or f.name == "precision"
+        }
     elif isinstance(plan, str):
         given = {**keys.words(plan)}
     elif isinstance(plan, Mapping):
@@ -52,12 +61,20 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     else:
         raise PlanError(f"plan {plan!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
     known = {f.name: f for f in fields(Plan)}
-    keys.check_keys(given, [*known, ROWS])
+    keys.check_keys(given, [*known, ROWS, GRADIENTS])
     found: dict[str, Any] = {}
     for key, value in given.items():
         keys.check_size(key, value)
         if key == ROWS:
             found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
+            continue
+        if key == GRADIENTS:
+            if value not in ("float32", "bf16"):
+                raise PlanError(f"gradients={value}: must be float32 or bf16")
+            found[key] = value
+            continue
+        if key == "precision" and value in PRECISIONS:
+            found[key] = value
             continue
         found[key] = known[key].metadata["key"].domain.read(key, value)
         if key not in (*_READ, *_FREE) and found[key] != known[key].default:
@@ -70,13 +87,12 @@ def numbers_of(
     model: Sizes,
     machine: Hardware | None = None,
     batch: int | None = None,
-    fused: bool = True,
-    ends: bool = False,
+    stack: str | None = None,
 ) -> PlanNumbers:
     """A plan's table (`table_of`) as numbers.
 
     machine   what fills in dp= and precision=, and decides split=auto; None: the plan's own defaults
-    fused, ends   fields of PlanNumbers
+    stack     the software, a key of STACKS; None: the one that fits the plan
     Errors: PlanError for a batch that cannot be divided so, and for a split of another number of layers.
     """
     get = table.get
@@ -96,7 +112,7 @@ def numbers_of(
         cut = get("slices") or pp
         chunks = cut if isinstance(cut, int) else len(cut)
     count, rows = _microbatches(table, dp, batch)
-    precision = get("precision") or ("bf16" if machine and machine.mixed else "float32")
+    precision = get("precision") or default_precision(model, machine)
     choice = get("checkpoint", "none")
     checkpoint = 0 if choice == "none" else choice
     rounds = get("accumulate", 1) if "microbatches" in table else 1
@@ -105,8 +121,9 @@ def numbers_of(
         dp, pp, tp, cp, ep, schedule.name, chunks, count, rows, get("zero", 0), checkpoint,
         get("sequence_parallel", False), get("overlap", "backward") != "none",
         get("reduce", "microbatch") == "microbatch",
-        tuple(get("offload", ())), precision, (), fused, rounds, None if bucket == "auto" else bucket,
-        tuple((key, table[key]) for key in _OPTIONS if table.get(key) not in (None, False)), ends,
+        tuple(get("offload", ())), precision, (), known_stack(stack), _gradient(table, model), rounds,
+        None if bucket == "auto" else bucket,
+        tuple((key, table[key]) for key in _OPTIONS if table.get(key) not in (None, False)),
     )  # fmt: skip
     segments.check_layers(numbers.checkpoint, own_layers(model))
     split = get("split")
@@ -116,6 +133,28 @@ def numbers_of(
     if isinstance(split, (str, tuple, list)) and split != "even":
         return numbers._replace(split=_split(split, numbers, model))
     return numbers
+
+
+def default_precision(model: Sizes, machine: Hardware | None = None) -> str:
+    """What a plan trains in that does not say it: the models that minipar builds in float32, as it runs them."""
+    built = isinstance(model, Transformer) and model.built
+    return "float32" if built or (machine is not None and not machine.mixed) else "bf16"
+
+
+def known_stack(name: str | None) -> str:
+    """A stack's name; "": none was named. Errors: PlanError for an unknown one."""
+    if name and name not in STACKS:
+        raise PlanError(f"stack={name}: no such software; there are {', '.join(STACKS)}{did_you_mean(name, STACKS)}")
+    return name or ""
+
+
+def own_gradient(model: Sizes) -> int:
+    """Bytes of a 16-bit parameter's whole gradient in minipar's own runs; 0 for models that it does not build."""
+    return 2 * (isinstance(model, Transformer) and model.built)
+
+
+def _gradient(table: Mapping[str, Any], model: Sizes) -> int:
+    return {"": own_gradient(model), "bf16": 2, "float32": FLOAT}[table.get(GRADIENTS, "")]
 
 
 def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple[int, float]:
@@ -199,6 +238,8 @@ def words(numbers: PlanNumbers) -> str:
         found.append(f"offload={','.join(n.offload)}")
     if isinstance(n.precision, str):
         found.append(f"precision={n.precision}")
+    if n.gradient == FLOAT:
+        found.append(f"{GRADIENTS}=float32")
     return " ".join(found)
 
 
@@ -263,7 +304,9 @@ def _check_schedule(name: str, pp: int, count: int, chunks: int) -> None:
 
 def refusal(table: Mapping[str, Any], numbers: PlanNumbers) -> str:
     """Why minipar cannot run a plan; "": it can."""
-    given = {key: value for key, value in table.items() if key != ROWS}
+    if numbers.precision in ("fp8", "mxfp8", "nvfp4"):
+        return f"precision={numbers.precision}: has no operators of torch's own here; possible are float32 and bf16"
+    given = {key: value for key, value in table.items() if key not in (ROWS, GRADIENTS)}
     given |= {"dp": numbers.dp, "microbatches": numbers.microbatches}
     given.pop("accumulate", None)
     try:
@@ -284,9 +327,9 @@ def _fastest_split(numbers: PlanNumbers, model: Sizes, machine: Hardware | None)
     costs = layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
     work = [a + b for a, b in zip(costs.forward, costs.backward, strict=True)]
     if n.checkpoint and not selective:  # (a budget may run fewer layers again)
-        for layer in range(len(work)) if n.ends or isinstance(model, Chain) else range(1, len(work) - 1):
+        for layer in range(len(work)) if ends_are_layers(model) else range(1, len(work) - 1):
             work[layer] += costs.forward[layer]
-    equal = split_of(n._replace(ends=True), model)
+    equal = even_split(own_layers(model), len(split_of(n, model)))
     usual = partition(work, len(equal), n.microbatches // n.rounds).split
     if machine is None:
         return usual

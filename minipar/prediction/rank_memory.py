@@ -26,11 +26,14 @@ from typing import Any, NamedTuple
 
 from minipar.costs import analytic
 from minipar.costs.analytic import Division
+from minipar.costs.hardware import Hardware
 from minipar.costs.recomputation import Chain as LayersInOrder
 from minipar.costs.recomputation import LayerCosts, Move, in_segments, keep_everything, memory
+from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.models.sizes import Chain, Sizes, Transformer, ends_are_layers
 from minipar.prediction.plan_numbers import (
+    FLOAT,
     PRECISIONS,
     Chunk,
     Kind,
@@ -108,6 +111,7 @@ class Own(NamedTuple):
     versions   versions of the weights that are alive at the same time
     gathered   bytes for parameters of two neighbouring layers, if they are gathered or fetched
     buckets    bytes of two neighbouring gradient buckets
+    each       bytes of each kind of number
     """
 
     states: States
@@ -116,6 +120,7 @@ class Own(NamedTuple):
     versions: int
     gathered: int
     buckets: int
+    each: Precision
 
 
 class ActivationSources(NamedTuple):
@@ -155,6 +160,11 @@ def of_ranks(numbers: PlanNumbers, model: Sizes) -> list[Detail]:
         for kind in kinds_of(numbers, model)
         for rank in range(kind.first, kind.first + kind.alike)
     ]
+
+
+def host_of_node(each: int, numbers: PlanNumbers, machine: Hardware) -> int:
+    """Bytes on one node's host, if every device has so many there."""
+    return each * min(machine.per_node, numbers.ranks)
 
 
 def fullest(numbers: PlanNumbers, model: Sizes) -> RankMemory:
@@ -295,13 +305,14 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     n, each, here = numbers, numbers.bytes, facts.holding
     replicas = n.dp * n.cp * (facts.copies if n.zero else 1)
     among = 1, replicas * n.ep, replicas  # (a group is shared out among so many ranks)
+    late = n.zero >= 2 and not n.every  # gradients stay whole until the step
     parameters = gradients = optimizer = total = 0
     shared: dict[int, int] = {}
     for size, count, shares in here.groups:
         ranks = among[shares]
-        one = states(size, ranks, n.zero, each)
+        one = states(size, ranks, n.zero, each.kept(n.zero) if ranks > 1 else each)
         parameters += count * (one.parameters * facts.versions)
-        gradients += count * one.gradients
+        gradients += count * (each.gradient * size if late else one.gradients)
         optimizer += count * one.optimizer
         total += count * size
         if ranks > 1:
@@ -309,13 +320,13 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     gathered = buckets = 0
     if "parameters" in n.offload or (n.zero == 3 and shared):  # one layer computes, the next one is under way
         gathered = each.parameter * here.neighbours["parameters" not in n.offload]
-    if n.zero >= 2 and shared:
+    if n.zero >= 2 and shared and not late:  # (late buckets come when activations are gone)
         bucket = (8 if n.zero == 3 else 25) if n.bucket is None else n.bucket
         divided = (False, among[1] > 1, among[2] > 1)
         buckets = _buckets(model, n.division, facts.kind.chunks, bucket, each.gradient, divided)
     parts = tuple((size, ranks) for ranks, size in sorted(shared.items()))
     whole = total - sum(shared.values())
-    return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets)
+    return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets, each)
 
 
 def versions_of(numbers: PlanNumbers, rank: int) -> int:
@@ -365,7 +376,7 @@ class Part(NamedTuple):
 def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[Part, ...]:
     """The chunks of a rank. Errors: PlanError for a checkpoint that the model cannot have."""
     n = numbers
-    given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, n.ends
+    given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, _logits(n, model)
     budget = segments.budget_of(n.checkpoint) is not None
     flights: Sequence[tuple[int, int]] = ()
     if budget or n.checkpoint == "sqrt":
@@ -379,6 +390,13 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
             known[key] = _part(*given, *key)
         found.append(known[key])
     return tuple(found)
+
+
+def _logits(numbers: PlanNumbers, model: Sizes) -> float:
+    """Bytes that the loss keeps and makes for each logit: in minipar's own runs the logit, and in float32 its logarithm
+    and the gradients of both; otherwise as the stack does."""
+    own = isinstance(model, Transformer) and model.built
+    return numbers.bytes.activation + 3 * FLOAT if own else STACKS[numbers.software].logits
 
 
 def _plain(chunk: Chunk, numbers: PlanNumbers, model: Sizes) -> Chunk:
@@ -403,8 +421,8 @@ def _weight_costs(
 
 @lru_cache(8192)
 def _part(
-    model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, ends: bool, chunk: Chunk, flight: int,
-    moves: tuple[Move, ...] | None,
+    model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, logits: float, chunk: Chunk,
+    flight: int, moves: tuple[Move, ...] | None,
 ) -> Part:  # fmt: skip
     selective = checkpoint == "selective"
     if selective and isinstance(model, Chain):
@@ -416,7 +434,7 @@ def _part(
     layers = range(chunk.start, chunk.stop)
     chain = costs.chain(layers.start, layers.stop)
     if moves is None:
-        moves = _segments(costs, layers, checkpoint, ends or isinstance(model, Chain), flight)
+        moves = _segments(costs, layers, checkpoint, ends_are_layers(model), flight)
     held, peak = memory(chain, moves or keep_everything(len(layers)))
     received = costs.output[layers.start - 1] if chunk.before else 0
     returned = costs.gradient[layers.stop - 1] if chunk.after else 0
@@ -426,7 +444,11 @@ def _part(
         core = max(everything[l] - costs.saved[l] for l in layers)
     largest = max(costs.saved[l] + costs.output[l] for l in layers)
     again = tuple(layers.start + move.layer for move in moves if move.op is Op.RECOMPUTE)
-    more = peak - held + core
+    block, count = analytic.workspace(model, rows, element, division)
+    more = peak - held + core + block * (max(chunk.start, 1) < min(chunk.stop, own_layers(model) - 1))
+    if chunk.stop == own_layers(model):  # (the loss may keep less than the layers' costs say, or make more)
+        spare = round(count * (logits - element - FLOAT))
+        held, more = held + min(0, spare), max(more, spare)
     built, kept = (sizes[layers.start : layers.stop] for sizes in _weight_costs(model, rows, element, division))
     halved = _input_halves(moves or keep_everything(len(layers)), chain, built, kept) + core + received
     return Part(held + received, more, sum(kept), halved, received, returned, largest, again)
@@ -644,13 +666,16 @@ def _actions(plan: Plan, rank: int) -> list[Action]:
 
 def _on_device(numbers: PlanNumbers, own: Own, kept: ActivationSources) -> RankMemory:
     """The bytes that stay on the device, and those that go to the host."""
-    away, held = numbers.offload, own.states
+    n, away, held = numbers, numbers.offload, own.states
     here = min(kept.held, 2 * kept.layer) if "activations" in away else kept.held  # one layer in use, one under way
-    host = held.optimizer * ("optimizer" in away) + held.parameters * ("parameters" in away) + kept.held - here
+    gone = held.optimizer * ("optimizer" in away)
+    if n.zero in (1, 2) and n.bytes.parameter < FLOAT:  # (the shards of float32 parameters stay)
+        gone -= gone * FLOAT // n.bytes.optimizer
+    host = gone + held.parameters * ("parameters" in away) + kept.held - here
     return RankMemory(
         held.parameters * ("parameters" not in away),
         held.gradients,
-        held.optimizer * ("optimizer" not in away),
+        held.optimizer - gone,
         here + kept.more,
         own.gathered + own.buckets + kept.messages,
         here,

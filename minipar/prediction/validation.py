@@ -1,33 +1,37 @@
-"""Predictions beside published numbers, row by row: `minipar validate`.
+"""Predictions beside published numbers: `minipar validate`.
 
+    measured    seconds of a step on 17 devices and stacks (published.csv): numbers are fitted on every second row, and
+                the others are held out. Both halves are shown
+    memory      published peaks
     exact       parameters, operations, ZeRO's table 1, memory of activations: formulas against formulas
-    calibrated  seconds and TFLOP/s that were measured on A100s. Four constants of `Efficiency` were fitted on four of
-                the rows (benchmarks/fit_efficiency.py); these are marked, and no average counts them
     ranking     which of several plans is faster
 
-Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021
-(tables 1 and 2, figures 12 and 13); Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022 (tables 4 and 5, figure 1); Rajbhandari et al., "ZeRO", 2020 (table 1).
+Sources: those of published.csv; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", SC 2021 (table 1, figures 12 and 13); Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022 (tables 3 and 5, figure 1); Rajbhandari et al., "ZeRO", 2020 (table 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import Division, layer_costs
 from minipar.costs.hardware import PRESETS, Hardware
 from minipar.models.sizes import MODELS, Transformer
-from minipar.prediction.closed_form import Cost, block_work, closed_form
+from minipar.prediction.closed_form import Cost, closed_form
+from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers, Precision
+from minipar.prediction.published import Published, halves, rows
 from minipar.prediction.rank_memory import states
 from minipar.strategies.schedules.registry import find
 
 A100 = PRESETS["a100-80gb"]
 MEGATRON = Precision(2, 4, 12, 2)  # its gradients are in float32: 18 bytes a parameter
-LIMITS = {"exact": (0.005, 0.005), "calibrated": (0.08, 0.15)}  # mean and worst error
+LIMITS = {"exact": (0.005, 0.005), "memory": (0.10, 0.40)}  # mean and worst error
+MEAN, WORST, FEW = 0.10, 0.25, 5  # of seconds, in rows that were held out; fewer rows say little
 
 
 class Narayanan(NamedTuple):
@@ -56,7 +60,6 @@ TABLE_1 = (
     Narayanan("megatron-530b", 8, 35, 9, 2520, 1, 3, 163, 529.6),
     Narayanan("megatron-1t", 8, 64, 6, 3072, 1, 1, 163, 1008.0),
 )
-FITTED = ("megatron-1.7b", "megatron-18b", "megatron-310b")  # rows of table 1: Efficiency.matmul, half, near
 
 
 class Korthikanti(NamedTuple):
@@ -84,43 +87,6 @@ TABLE_5 = (
     Korthikanti("korthikanti-530b", 35, 3, 280, 1, 49.05, 37.83, 0.560, 31.640625, 114.0234375, 23.076171875),
     Korthikanti("korthikanti-1t", 64, 1, 512, 1, 94.42, 71.49, 0.563, 32.958984375, 131.25, 26.5625),
 )
-TABLE_4 = (  # one layer of the 22B model: milliseconds forward and backward
-    ("no recomputation", 0, False, 7.7, 11.9),
-    ("sequence parallel", 0, True, 7.2, 11.8),
-    ("full recomputation", 1, False, 7.7, 19.5),
-    ("selective", "selective", False, 7.7, 13.2),
-    ("selective, sequence parallel", "selective", True, 7.2, 13.1),
-)
-
-
-class Table2(NamedTuple):
-    """A row of Narayanan's table 2: t and p (1 for ZeRO-3), rows of a step, GPUs, rows of a micro-batch, TFLOP/s."""
-
-    model: str
-    tp: int
-    pp: int
-    batch: int
-    gpus: int
-    rows: int
-    tflops: float
-
-
-TABLE_2 = (
-    Table2("gpt3-175b", 1, 1, 1536, 384, 4, 144),
-    Table2("gpt3-175b", 1, 1, 1536, 768, 2, 88),
-    Table2("gpt3-175b", 1, 1, 1536, 1536, 1, 44),
-    Table2("megatron-530b", 1, 1, 2560, 640, 4, 138),
-    Table2("megatron-530b", 1, 1, 2240, 1120, 2, 98),
-    Table2("megatron-530b", 1, 1, 2240, 2240, 1, 48),
-    Table2("gpt3-175b", 8, 12, 1536, 384, 1, 153),
-    Table2("gpt3-175b", 8, 12, 1536, 768, 1, 149),
-    Table2("gpt3-175b", 8, 12, 1536, 1536, 1, 141),
-    Table2("megatron-530b", 8, 35, 2240, 560, 1, 171),
-    Table2("megatron-530b", 8, 35, 2240, 1120, 1, 167),
-    Table2("megatron-530b", 8, 35, 2240, 2240, 1, 159),
-)
-FITTED_ZERO = ("gpt3-175b", 384)  # the row of table 2 with ZeRO-3: Efficiency.beside
-
 ZERO_RANKS = (1, 4, 16, 64, 256, 1024)
 ZERO_TABLE = {  # GB of model states: for each model, and each number of ranks, stages 1, 2 and 3
     7.5e9: ((120, 120, 120), (52.5, 41.3, 30), (35.6, 21.6, 7.5), (31.4, 16.6, 1.88), (30.4, 15.4, 0.47),
@@ -135,13 +101,12 @@ ZERO_TABLE = {  # GB of model states: for each model, and each number of ranks, 
 class Row:
     """One comparison.
 
-    tier        "exact", "calibrated" or "ranking"
+    tier        "exact" or "memory"
     table       where the number was published
     what        the case, and what was measured of it
     unit        of both numbers
     published, predicted   the two numbers
     digit       half of the last digit that was printed: an exact prediction may differ by so much
-    fitted      whether constants were fitted on this row
     """
 
     tier: str
@@ -151,7 +116,6 @@ class Row:
     published: float
     predicted: float
     digit: float = 0.0
-    fitted: bool = False
 
     @property
     def error(self) -> float:
@@ -233,37 +197,24 @@ def _matrices(row: Korthikanti) -> float:
     return states(12 * model.layers * model.hidden**2 // (8 * row.pp), 1, 0, MEGATRON).total
 
 
-# calibrated -----------------------------------------------------------------------------------------------------------
+# the plans of the papers' rows ---------------------------------------------------------------------------------------
 
 
 def megatron(row: Narayanan) -> PlanNumbers:
     """The plan of a row of table 1: full recomputation, sums of gradients after the backward, kernels of 2021."""
     return PlanNumbers(
         dp=row.dp, pp=row.pp, tp=row.tp, schedule="interleaved" if row.chunks > 1 else "1f1b", chunks=row.chunks,
-        microbatches=row.batch // row.dp // row.rows, rows=row.rows, checkpoint=1, overlap=False, fused=False,
-    )  # fmt: skip
-
-
-def full(row: Korthikanti) -> PlanNumbers:
-    """The plan of table 5's first column: full recomputation."""
-    return PlanNumbers(
-        pp=row.pp, tp=8, schedule="interleaved" if row.chunks > 1 else "1f1b", chunks=row.chunks,
-        microbatches=row.batch // row.rows, rows=row.rows, checkpoint=1,
+        microbatches=row.batch // row.dp // row.rows, rows=row.rows, checkpoint=1, overlap=False,
+        stack="megatron-2021",
     )  # fmt: skip
 
 
 def selective(row: Korthikanti) -> PlanNumbers:
     """The plan of table 5's second column."""
-    return full(row)._replace(checkpoint="selective", sequence_parallel=True)
-
-
-def table_2(row: Table2) -> PlanNumbers:
-    """The plan of a row of table 2: ZeRO-3 alone, or tensor and pipeline parallelism as in table 1."""
-    dp = row.gpus // row.tp // row.pp
-    given: dict[str, Any] = {"rows": row.rows, "microbatches": row.batch // dp // row.rows, "checkpoint": 1}
-    if row.pp == 1:
-        return PlanNumbers(dp=dp, zero=3, **given)
-    return PlanNumbers(dp=dp, pp=row.pp, tp=row.tp, overlap=False, fused=False, **given)
+    return PlanNumbers(
+        pp=row.pp, tp=8, schedule="interleaved" if row.chunks > 1 else "1f1b", chunks=row.chunks,
+        microbatches=row.batch // row.rows, rows=row.rows, checkpoint="selective", sequence_parallel=True,
+    )  # fmt: skip
 
 
 def tflops(numbers: PlanNumbers, model: str, machine: Hardware = A100) -> float:
@@ -272,32 +223,47 @@ def tflops(numbers: PlanNumbers, model: str, machine: Hardware = A100) -> float:
     return cost.flops / cost.time / numbers.ranks / 1e12
 
 
-def calibrated(machine: Hardware = A100) -> Iterator[Row]:
-    """Rows that were measured."""
-    for row in TABLE_1:
-        yield Row("calibrated", "Narayanan table 1", row.model, "TFLOP/s", row.tflops,
-                  tflops(megatron(row), row.model, machine), fitted=row.model in FITTED)  # fmt: skip
-    for found in TABLE_5:
-        for what, plan, published in (("full", full(found), found.full),
-                                      ("selective, sequence parallel", selective(found), found.selective)):  # fmt: skip
-            yield Row("calibrated", "Korthikanti table 5", f"{found.model} {what}", "s", published,
-                      closed_form(plan, MODELS[found.model], machine).time)  # fmt: skip
+# measured -------------------------------------------------------------------------------------------------------------
 
 
-def further(machine: Hardware = A100) -> Iterator[Row]:
-    """Measured rows that no limit is set for: one layer's times, and table 2."""
-    for what, checkpoint, sequence, forward, backward in TABLE_4:
-        work = block_work(_transformer("korthikanti-22b"), machine, 2, 4, 8, 1, 1, sequence)
-        there = work.matrix + work.memory + work.sent
-        back = sum(work.back) + work.sent_back - machine.efficiency.beside * min(work.sent_back, work.inner)
-        back += {0: 0.0, 1: work.matrix + work.memory + work.again, "selective": work.core}[checkpoint]
-        yield Row("further", "Korthikanti table 4", f"forward, {what}", "ms", forward, 1e3 * there)
-        yield Row("further", "Korthikanti table 4", f"backward, {what}", "ms", backward, 1e3 * back)
-    for row in TABLE_2:
-        way = "ZeRO-3" if row.pp == 1 else "PTD-P"
-        yield Row("further", "Narayanan table 2", f"{row.model} {way}, {row.gpus} GPUs", "TFLOP/s", row.tflops,
-                  tflops(table_2(row), row.model, machine),
-                  fitted=row.pp == 1 and (row.model, row.gpus) == FITTED_ZERO)  # fmt: skip
+class Measured(NamedTuple):
+    """What predictions of a device and a stack are worth, in one half of its published rows.
+
+    half            "fitted" or "held out"
+    rows, mean, worst, ratio   how many rows; errors of their times; the median of predicted / published
+    """
+
+    gpu: str
+    stack: str
+    half: str
+    rows: int
+    mean: float
+    worst: float
+    ratio: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as good as it has to be: in what was held out, where that is more than a few rows."""
+        return self.half == "fitted" or self.rows < FEW or (self.mean <= MEAN and self.worst <= WORST)
+
+
+def measured(predict: Callable[[Published], float] = lambda row: row.ratio) -> Iterator[Measured]:
+    """All devices and stacks. `predict` gives predicted / published of a row; default: what published.csv has."""
+    for name, half in zip(("fitted", "held out"), halves(), strict=True):
+        for (gpu, stack), group in groupby(half, key=lambda row: row.pair):
+            ratios = sorted(predict(row) for row in group)
+            errors = [abs(ratio - 1) for ratio in ratios]
+            yield Measured(
+                gpu, stack, name, len(errors), sum(errors) / len(errors), max(errors), ratios[len(ratios) // 2]
+            )
+
+
+def memory() -> Iterator[Row]:
+    """Published peaks of memory."""
+    for row in rows():
+        if row.memory_gib and not row.why:
+            found = estimate(row.plan, row.model, row.gpu, row.batch, stack=row.stack)
+            yield Row("memory", row.pair[0], f"{row.model}, {row.plan}", "GiB", row.memory_gib, found.memory / 2**30)
 
 
 # ranking --------------------------------------------------------------------------------------------------------------
@@ -306,12 +272,12 @@ def further(machine: Hardware = A100) -> Iterator[Row]:
 def ranking(machine: Hardware = A100) -> Iterator[Claim]:
     """Which plan is faster, as the papers have it."""
     for name in ("gpt3-175b", "megatron-530b"):
-        without_pipeline = [row for row in TABLE_2 if row.model == name and row.pp == 1]
-        piped = [row for row in TABLE_2 if row.model == name and row.pp > 1]
+        found_2 = [row for row in rows() if row.id.startswith(f"narayanan-2-{name}")]
+        zeros = [row for row in found_2 if "zero" in row.id]
         predicted, published = [], []
-        for zero, ptd in zip(without_pipeline, piped, strict=True):
-            predicted.append(tflops(table_2(ptd), name, machine) / tflops(table_2(zero), name, machine))
-            published.append(ptd.tflops / zero.tflops)
+        for zero, ptd in zip(zeros, [row for row in found_2 if "ptd" in row.id], strict=True):
+            published.append(zero.seconds / ptd.seconds * ptd.batch / zero.batch)
+            predicted.append(published[-1] * zero.ratio / ptd.ratio)
         rising = all(a < b for a, b in pairwise(predicted))
         yield Claim(
             f"{name}: tensor and pipeline parallelism beat ZeRO-3, by more the more GPUs (Narayanan table 2)",
@@ -322,7 +288,9 @@ def ranking(machine: Hardware = A100) -> Iterator[Claim]:
     for batch in (32, 128):
         found = {}
         for tp in (2, 4, 8, 16, 32):
-            numbers = PlanNumbers(pp=64 // tp, tp=tp, microbatches=batch, checkpoint=1, overlap=False, fused=False)
+            numbers = PlanNumbers(
+                pp=64 // tp, tp=tp, microbatches=batch, checkpoint=1, overlap=False, stack="megatron-2021"
+            )
             found[tp] = closed_form(numbers, model, machine)
         rates = {tp: cost.flops / cost.time / 64 / 1e12 for tp, cost in found.items()}
         yield Claim(
@@ -332,7 +300,7 @@ def ranking(machine: Hardware = A100) -> Iterator[Claim]:
         )
     gains = []
     for batch in (12, 24, 48, 60):
-        plain = PlanNumbers(pp=12, tp=8, microbatches=batch, checkpoint=1, overlap=False, fused=False)
+        plain = PlanNumbers(pp=12, tp=8, microbatches=batch, checkpoint=1, overlap=False, stack="megatron-2021")
         woven = plain._replace(schedule="interleaved", chunks=2)
         gains.append(tflops(woven, "gpt3-175b", machine) / tflops(plain, "gpt3-175b", machine))
     yield Claim(
@@ -350,67 +318,61 @@ def _listed(numbers: list[float]) -> str:
 
 
 def report() -> dict[str, Any]:
-    """All rows, with means and worst errors of those on which nothing was fitted."""
-    rows = [*exact(), *calibrated(), *further()]
+    """Formulas beside formulas, and measurements: what was fitted, and what was held out."""
+    known, peaks, claims = [*exact()], [*memory()], [*ranking()]
+    pairs = [*measured()]
     tiers: dict[str, Any] = {}
-    for tier in ("exact", "calibrated", "further"):
-        errors = [abs(row.error) for row in rows if row.tier == tier and not row.fitted]
+    for tier, found in (("exact", known), ("memory", peaks)):
+        errors = [abs(row.error) for row in found]
+        mean, worst = LIMITS[tier]
         tiers[tier] = {"rows": len(errors), "mean": sum(errors) / len(errors), "worst": max(errors)}
-        if tier in LIMITS:
-            mean, worst = LIMITS[tier]
-            tiers[tier] |= {"allowed_mean": mean, "allowed_worst": worst}
-            tiers[tier]["holds"] = tiers[tier]["mean"] <= mean and tiers[tier]["worst"] <= worst
-    claims = [*ranking()]
-    e = A100.efficiency
+        tiers[tier] |= {"allowed_mean": mean, "allowed_worst": worst, "holds": tiers[tier]["mean"] <= mean}
+        tiers[tier]["holds"] &= tiers[tier]["worst"] <= worst
     return {
         "rows": [
             {"tier": row.tier, "table": row.table, "what": row.what, "unit": row.unit, "published": row.published,
-             "predicted": row.predicted, "error": row.error, "fitted": row.fitted}
-            for row in rows
+             "predicted": row.predicted, "error": row.error}
+            for row in (*known, *peaks)
         ],
+        "measured": [{**pair._asdict(), "holds": pair.holds} for pair in pairs],
+        "unexplained": [{"id": row.id, "why": row.why} for row in rows() if row.why],
         "ranking": [{"what": one.what, "numbers": one.numbers, "holds": one.holds} for one in claims],
         "tiers": tiers,
-        "fitted": {
-            "constants": {"matmul": e.matmul, "half": e.half, "near": e.near, "beside": e.beside},
-            "rows": [f"Narayanan table 1: {name}" for name in FITTED]
-            + [f"Narayanan table 2: ZeRO-3, {FITTED_ZERO[0]}, {FITTED_ZERO[1]} GPUs"],
-        },
-        "given": {"memory": e.memory, "far": e.far, "lanes": e.lanes, "kernel": e.kernel},
-        "holds": all(tier.get("holds", True) for tier in tiers.values()) and all(one.holds for one in claims),
+        "holds": all(tier["holds"] for tier in tiers.values()) and all(one.holds for one in claims)
+        and all(pair.holds for pair in pairs),
     }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> str:
     """The report as Markdown tables, which docs/estimate.md holds."""
-    titles = {
-        "exact": "Exact: formulas", "calibrated": "Calibrated: measured on A100s",
-        "further": "Further measurements, without a limit",
-    }  # fmt: skip
-    lines = []
-    for tier, title in titles.items():
+    lines = [
+        "### Measured: seconds of a step",
+        "",
+        "| device | stack | half | rows | mean error | worst | median ratio |",
+    ]
+    lines.append("|---|---|---|---:|---:|---:|---:|")
+    for one in result["measured"]:
+        lines.append(f"| {one['gpu']} | {one['stack']} | {one['half']} | {one['rows']} | {one['mean']:.1%} | "
+                     f"{one['worst']:.1%} | {one['ratio']:.2f} |")  # fmt: skip
+    lines += ["", f"Held out, a mean error of {MEAN:.0%} and a worst one of {WORST:.0%} are allowed.", ""]
+    for tier, title in {"memory": "Memory: published peaks", "exact": "Exact: formulas"}.items():
         found = result["tiers"][tier]
         lines += [f"### {title}", "", "| table | case | published | predicted | error |", "|---|---|---:|---:|---:|"]
         for row in result["rows"]:
             if row["tier"] == tier:
-                mark = " (fitted)" if row["fitted"] else ""
                 lines.append(
-                    f"| {row['table']} | {row['what']}{mark} | {row['published']:.5g} {row['unit']} | "
+                    f"| {row['table']} | {row['what']} | {row['published']:.5g} {row['unit']} | "
                     f"{row['predicted']:.5g} {row['unit']} | {_percent(row['error'])} |"
                 )
-        words = f"{found['rows']} rows on which nothing was fitted: mean error {found['mean']:.1%}, "
-        words += f"worst {found['worst']:.1%}"
-        if "holds" in found:
-            words += f" (allowed {found['allowed_mean']:.1%}, {found['allowed_worst']:.1%})"
+        words = f"{found['rows']} rows: mean error {found['mean']:.1%}, worst {found['worst']:.1%}"
+        words += f" (allowed {found['allowed_mean']:.1%}, {found['allowed_worst']:.1%})"
         lines += ["", words + ".", ""]
     lines += ["### Ranking", "", "| claim | predicted | |", "|---|---|---|"]
     for one in result["ranking"]:
         lines.append(f"| {one['what']} | {one['numbers']} | {'holds' if one['holds'] else 'does not hold'} |")
-    fitted = result["fitted"]
-    constants = ", ".join(f"{key} {value:.4g}" for key, value in fitted["constants"].items())
-    given = ", ".join(f"{key} {value:.4g}" for key, value in result["given"].items())
-    count = len(fitted["constants"])
-    lines += ["", f"{count} constants were fitted ({constants}) on {len(fitted['rows'])} rows:"]
-    lines += [f"{'; '.join(fitted['rows'])}.", f"Given, not fitted: {given}."]
+    lines += ["", "### Rows that these words cannot explain", "", "| reason | rows |", "|---|---:|"]
+    reasons = [row["why"] for row in result["unexplained"]]
+    lines += [f"| {why} | {reasons.count(why)} |" for why in dict.fromkeys(reasons)]
     return "\n".join(lines)
 
 

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 
 from minipar.costs import analytic
 from minipar.costs.hardware import Hardware, hardware
+from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes
-from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
+from minipar.prediction.closed_form import (
+    Work,
+    gather,
+    layer_works,
+    line,
+    on_device,
+    optimizer_seconds,
+    reaching,
+    replicas_of,
+)
 from minipar.prediction.estimating import estimate
 from minipar.prediction.on_paper import Layers, profile_of
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
@@ -74,6 +84,7 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
     Errors: PlanError for a plan that minipar cannot compile, and for slices.
     """
     n, schedule = numbers, find(numbers.schedule)
+    machine, model = reaching(machine, n.software), on_device(model, machine, n.software)
     if "slices" in schedule.options:
         raise PlanError(f"schedule={n.schedule}: no program on paper for slices of a sequence; possible are the others")
     options = dict(n.options) | ({"chunks": n.chunks} if "chunks" in schedule.options else {})
@@ -103,7 +114,7 @@ def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardwa
     """The layers of a model on a machine."""
     selective = n.checkpoint == "selective"
     costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
-    hidden = [min(work.sent_back, work.inner) * machine.efficiency.beside * n.fused for work in works]
+    hidden = [min(work.sent_back, work.inner) * machine.rates.beside * STACKS[n.software].fused for work in works]
     backward = [
         sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
     ]

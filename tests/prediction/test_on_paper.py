@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minipar.costs.hardware import PERFECT, Hardware
 from minipar.errors import PlanError
 from minipar.models import table
-from minipar.models.sizes import of_gpt
+from minipar.models.sizes import Transformer, of_gpt
 from minipar.prediction import memory_formula, on_paper
+from minipar.prediction.plan_numbers import even_split, own_layers, split_of
 from minipar.program import Op
 from minipar.strategies.plan import Plan
 from tests.prediction.on_machine import simulated
@@ -70,9 +73,12 @@ def test_an_emulated_device_and_a_machine_with_the_same_numbers_take_the_same_ti
         "mlp-wide",
     ):  # (their attention is no kernel of its own, whose backward takes longer)
         emulated = on_paper.predict(plan, model, DEVICE, 16)
-        numbers = memory_formula.own_numbers(Plan.parse(plan), memory_formula.model_of(model))
-        numbers = numbers._replace(rows=16 / numbers.dp / numbers.microbatches)
-        trace = simulated(numbers, memory_formula.model_of(model), machine)
+        sizes = memory_formula.model_of(model)
+        if isinstance(sizes, Transformer):
+            sizes = replace(sizes, flash=False)
+        numbers = memory_formula.own_numbers(Plan.parse(plan), sizes)
+        even = even_split(own_layers(sizes), len(split_of(numbers, sizes)))
+        trace = simulated(numbers._replace(rows=16 / numbers.dp / numbers.microbatches, split=even), sizes, machine)
         assert trace.time == pytest.approx(emulated.time, rel=1e-6)
         assert trace.memory(0).peak == pytest.approx(emulated.trace.memory(0).peak, rel=1e-6)
 

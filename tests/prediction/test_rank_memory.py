@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minipar.costs import analytic
@@ -49,7 +51,7 @@ def test_counts_of_layers_of_each_rank_and_chunk() -> None:
     model = MODELS["gpt2-small"]  # 12 blocks
     plan = PlanNumbers(pp=4, schedule="interleaved", chunks=2, microbatches=8)
     assert split_of(plan, model) == (3, 2, 2, 2, 1, 1, 1, 2)
-    assert split_of(plan._replace(ends=True), model) == (2, 2, 2, 2, 2, 2, 1, 1)
+    assert split_of(plan, replace(model, built=True)) == (2, 2, 2, 2, 2, 2, 1, 1)
     counts = [[chunk.stop - chunk.start for chunk in kind.chunks] for kind in kinds_of(plan, model)]
     assert counts == [[3, 1], [2, 1], [2, 2]]
     assert [(kind.first, kind.alike) for kind in kinds_of(plan, model)] == [(0, 1), (1, 2), (3, 1)]

@@ -87,7 +87,7 @@ def problem(shelf: Shelf, model: str, machine: str, gpus: int, batch: int, pins:
 def solved(asked: Problem) -> Found | str:
     """The best plans; or why there are none, with what would do."""
     try:
-        return solve(_space(asked), PLANS, simulate=False)
+        return solve(_space(asked), PLANS)
     except PlanError as error:
         return str(error)
 
@@ -122,10 +122,10 @@ def traded(asked: Problem, budgets: int) -> tuple[Planned, ...]:
     if budgets == 1:
         more: Planned = smallest(found.space)
     else:
-        low, high = min(one.memory for one in before), found.plan.memory
+        low, high = min(one.memory for one in before), min(found.best, key=lambda one: one.time).memory
         budget = round(high * (low / high) ** ((budgets - 1) / BUDGETS))
         machine = replace(found.space.machine, memory=budget)
-        more = solve(replace(found.space, machine=machine), 1, simulate=False).plan
+        more = min(solve(replace(found.space, machine=machine), 1).best, key=lambda one: one.time)
     return _undominated((*before, more))
 
 
