@@ -19,7 +19,8 @@ HOMES = {"minipar": ROOT, "minipar_widgets": ROOT / "widgets", "minipar_course":
 # Nothing that a page uses needs these: charts by matplotlib, plans for other systems, drawings of lessons.
 WITHOUT = (
     "minipar.trace.charts", "minipar.trace.memory_picture", "minipar.strategies.exporting", "minipar_widgets.gallery",
-    "minipar_course.diagrams",
+    "minipar_course.diagrams", "minipar_course.assignments", "minipar_course.freezing",
+    "minipar_course.lesson_commands",
 )  # fmt: skip
 ROOMS = (
     "minipar.program", "minipar.strategies", "minipar.trace", "minipar.prediction", "minipar.planner", "minipar.costs",

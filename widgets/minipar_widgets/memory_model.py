@@ -161,7 +161,7 @@ def figure(memory: Memory, measured: Sequence[Mapping[str, int]] = ()) -> Any:
     for k, kind in enumerate(KINDS):
         filled = [memory.terms(ranks[0])[k] for ranks in shown]
         hover = [f"{kind}: {size(term.bytes)}<br>{term.formula}<br>= {term.filled}" for term in filled]
-        pattern = {"shape": HATCHES[kind], "fgcolor": "#333", "size": 5, "solidity": 0.2}
+        pattern = {"shape": HATCHES[kind], "fgcolor": "#333", "size": 5, "solidity": 0.2, "fillmode": "overlay"}
         found.append({
             "type": "bar", "y": names, "x": [term.bytes / unit for term in filled], "name": kind, "orientation": "h",
             "hovertext": hover, "hoverinfo": "text",

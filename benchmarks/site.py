@@ -1,0 +1,47 @@
+"""How long the engine takes in a page: Pyodide under node, which is the browser's engine without the browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import Row
+from docs.site import engine
+
+_PROGRAM = """
+import { readFileSync } from "node:fs";
+const before = performance.now();
+const { loadPyodide } = await import("MODULES/pyodide/pyodide.mjs");
+const py = await loadPyodide();
+py.unpackArchive(new Uint8Array(readFileSync("PACKED")), "zip", { extractDir: "/minipar" });
+py.runPython("import sys; sys.path.insert(0, '/minipar')\\nfrom minipar_widgets.live import Live");
+const open = (view, address) => {
+  py.runPython(`Live().answer({"do": "open", "view": "${view}", "address": "${address}"}); None`);
+};
+open("ScheduleExplorer", "");
+const found = { boot: performance.now() - before };
+const timed = (name, run) => { const start = performance.now(); run(); found[name] = performance.now() - start; };
+timed("simulate", () => open("ScheduleExplorer", "stages=16&microbatches=64"));
+timed("plan", () => open("PlanExplorer", "model=llama2-70b&hardware=h100&gpus=64&batch=512"));
+console.log(JSON.stringify(found));
+"""
+
+
+def measure(quick: bool = False) -> list[Row]:
+    modules = engine.install(engine.ROOT / "build" / "npm")
+    with tempfile.TemporaryDirectory() as work:
+        packed, program = Path(work) / "minipar.zip", Path(work) / "run.mjs"
+        size = engine.pack(packed)
+        program.write_text(_PROGRAM.replace("MODULES", modules.as_posix()).replace("PACKED", packed.as_posix()))
+        runs = 1 if quick else 3
+        texts = [subprocess.run(["node", program], capture_output=True, text=True, check=True) for _ in range(runs)]
+    found = [json.loads(text.stdout) for text in texts]
+    best = {name: min(run[name] for run in found) / 1e3 for name in found[0]}
+    return [
+        Row("page: minipar, zipped", size / 1e3, "kB", engine.MOST / 1e3),
+        Row("page: from nothing to a live explorer", best["boot"], "s", 6.0),
+        Row("page: explorer, 16 ranks x 64 micro-batches", best["simulate"], "s", 1.0),
+        Row("page: plans for Llama 70B on 64 H100", best["plan"], "s", 10.0, None, "and those of a smaller model"),
+    ]
