@@ -8,7 +8,7 @@ that what is compared of parameters is the update alone: an optimizer such as Ad
 but rounding a whole step. All ranks bring all that they have, so those that disagree are found.
 
 What is beyond rounding? A difference of half the digits may be that: a sum of many terms that nearly cancel. So plain
-torch is asked again, with parameters that differ by one rounding, and what this changes is rounding.
+torch is asked again, with parameters that differ by a few roundings, and what this changes is rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from minipar.wording import several
 SECONDS, PART = 2.0, 0.05  # what checks of a run may take: so long, or this part of it
 _EACH, _BYTES, _GPU = 0.02, 5e8, 50  # of a check: seconds, bytes a second; how much a GPU is faster than its host
 _COLD, _REPLAY = 2, 4  # how many times as long a first step takes as others, and the replay of a log
-_ROUNDINGS = 30  # how many times further than one rounding of the parameters rounding in a run may lead
+_SHAKE, _MORE = 32, 30  # so many roundings of each parameter are tried, and a run's may lead so many times as far
 TF32 = 2.0**-11  # relative rounding of products on a GPU
 _SLACK = 8  # roundings of a parameter in an update of it
 _SMALL = 0.01  # a tensor this much smaller than the largest one may have the error of one of this size
@@ -182,13 +182,14 @@ class Checker:
         suspicious = beyond([] if self.expected else there, self.eps)
         if not suspicious:
             return None
-        shaken = ask(shaken=max(self.eps, *(one.eps for one in suspicious)))
+        eps = max(self.eps, *(one.eps for one in suspicious))
+        shaken = ask(shaken=min(_SHAKE * eps, max(eps, 0.01)))
         pieces = [*pieces_of("parameters", shaken.parameters), *pieces_of("buffers", shaken.buffers)]
         rounding = {
             one[:3]: one.apart
             for one in differences(self.start.step, shaken.losses, shaken.gradients, [pieces], plain, split)
         }
-        wrong = [one for one in suspicious if not one.apart <= _ROUNDINGS * rounding.get(one[:3], 0.0)]
+        wrong = [one for one in suspicious if not one.apart <= _MORE * rounding.get(one[:3], 0.0)]
         if wrong and (changing := [step for step in numbers if not self._reads_alike(step)]):
             checked.steps, checked.error = [], 0.0
             return self._stop(f"the data give other rows when step {changing[0]} is read again")
