@@ -599,6 +599,8 @@ class Replay:
             leaves[name] = value.clone().requires_grad_()
             for hook in (self.trained[name]._backward_hooks or {}).values():
                 leaves[name].register_hook(hook)
+            for hook in (self.trained[name]._post_accumulate_grad_hooks or {}).values():
+                leaves[name].register_post_accumulate_grad_hook(hook)
         given = every_tensor(
             _existing(self.outputs, key, entry) if stage else x,
             lambda t: t.detach().requires_grad_(stage > 0 and (t.is_floating_point() or t.is_complex())),
@@ -639,7 +641,10 @@ class Replay:
         if pairs and sources:
             starts, gradients = zip(*pairs, strict=True)
             self.give(stage, leaves)  # (a layer may run forward again)
-            found = list(torch.autograd.grad(starts, sources, gradients, allow_unused=True))
+            for t in sources:
+                t.grad = None
+            torch.autograd.backward(starts, gradients)  # (a reentrant checkpoint does not go through autograd.grad)
+            found = [t.grad for t in sources]
             self.give(stage, self.trained)
         if stage:
             self.arrived[entry.rank - 1, entry.microbatch] = [
