@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.reached import reached
-from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, take_tokens, tensors
+from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, tensors
 from minipar.program.rows import split_rows
 from minipar.wording import several
 
@@ -298,7 +298,8 @@ def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[rang
         if _number(value) != _number(again) or not math.isfinite(whole):
             return
         for part in tokens:
-            mine, own = _tokens_of(output, part, dims), take_tokens(y, part)
+            mine = _tokens_of(output, part, dims)
+            own = map_tensors(y, partial(_some_tokens, part=part))
             try:
                 value = loss(mine, own)
             except Exception as error:
@@ -413,6 +414,11 @@ def _beside(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
 
     output, y = map_tensors(now, joined)
     return output, y
+
+
+def _some_tokens(t: Tensor, part: range) -> Tensor:
+    """The part of targets that have tokens; all of those that have one number for a row."""
+    return t[:, part.start : part.stop] if t.dim() > 1 else t
 
 
 def _tokens_of(output: Any, part: range, dims: Sequence[int]) -> Any:
