@@ -852,7 +852,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
             return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         else:
             with suppress(Exception):  # (a model may take sequences of one length only: then nothing is tried)
-                short = tried(cut[0]) if cut and plan.slice_count > 1 else None
+                short = tried(cut[0]) if cut else None
         finally:
             for buffer, values in before:
                 buffer.copy_(values)
@@ -862,7 +862,7 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
     y = map_tensors(job.sample(rows)[0][1], lambda t: t.to(device))
     found = try_loss(job.loss, output, y, parts)
     if cut and (short is not None or plan.context_parallel > 1):
-        try_tokens(job.loss, output, short, y, cut)
+        try_tokens(job.loss, output, short, y, cut, plan.context_parallel > 1)
     return found
 
 

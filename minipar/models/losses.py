@@ -254,13 +254,13 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
     return form, ""
 
 
-def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[range]) -> None:
+def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[range], shared: bool = False) -> None:
     """Test with one batch whether a loss of whole sequences is the weighted mean of the losses of their parts.
 
     output   the model's output for some rows; `short`: the same for the first part of their tokens, by which one sees
-             which dimension the tokens are. None: it is dimension 1, which sharing ranks have parts of
+             which dimension the tokens are. None: it is dimension 1
     y        targets of these rows
-    tokens   the parts into which sequences are cut
+    tokens   the parts into which sequences are cut; `shared`: ranks have them
 
     Errors: PlanError for a loss that looks at other tokens than those of a part, such as one that compares each output
     with the next token; and where ranks have parts of an output without tokens.
@@ -276,7 +276,7 @@ def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[rang
     rows = min(count_rows(output), count_rows(y))
     y = take_rows(y, range(rows))
     sizes = {t.shape[d] for d, t in zip(dims, tensors(output), strict=True) if d >= 0}
-    if short is None and not sizes:
+    if shared and not sizes:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors(output))
         raise PlanError(
             f"model: gives {shapes} for sequences of {several(count, 'token')}, nothing for each token, of which "
