@@ -20,7 +20,7 @@ HOMES = {"minipar": ROOT, "minipar_widgets": ROOT / "widgets", "minipar_course":
 WITHOUT = (
     "minipar.trace.charts", "minipar.trace.memory_picture", "minipar.strategies.exporting", "minipar_widgets.gallery",
     "minipar_course.diagrams", "minipar_course.assignments", "minipar_course.freezing",
-    "minipar_course.lesson_commands",
+    "minipar_course.lesson_commands", "minipar.prediction.validation", "minipar.trace.kineto",
 )  # fmt: skip
 ROOMS = (
     "minipar.program", "minipar.strategies", "minipar.trace", "minipar.prediction", "minipar.planner", "minipar.costs",
@@ -73,6 +73,10 @@ def pack(target: Path) -> int:
                 file.writestr(
                     zipfile.ZipInfo(path.relative_to(home).as_posix()), path.read_bytes(), zipfile.ZIP_DEFLATED, 9
                 )
+        table = (
+            ROOT / "minipar" / "prediction" / "published.csv"
+        )  # (it is read where an estimate says how far off it is)
+        file.writestr(zipfile.ZipInfo("minipar/prediction/published.csv"), table.read_bytes(), zipfile.ZIP_DEFLATED, 9)
     size = target.stat().st_size
     if size > MOST:
         raise ValueError(f"{target.name} has {size:,} bytes; a page loads at most {MOST:,}")

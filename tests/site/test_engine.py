@@ -76,7 +76,8 @@ def here() -> str:
 
 
 def test_views_are_the_same_without_jupyter(packed: Path, here: str) -> None:
-    command = [sys.executable, "-I", "-S", "-c", VIEWS, str(packed)]
+    shutil.unpack_archive(packed, packed.parent / "here")
+    command = [sys.executable, "-I", "-S", "-c", VIEWS, str(packed.parent / "here")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(here)
