@@ -524,6 +524,11 @@ class Replay:
         self.job, self.masks = job, Masks(model, job.seed)
         self.log = log = log._replace(entries=[Entry(*entry) for entry in log.entries])
         layers = [layer for layer in model._modules.values() if layer is not None]
+        if log.layers and type(model).forward is not nn.Sequential.forward:
+            raise ValueError(
+                "stages with versions of their own are replayed one by one; that takes a model of layers, such as an "
+                f"nn.Sequential, and {type(model).__name__} has a forward of its own"
+            )
         self.stages: list[nn.Module] = [nn.Sequential(*(layers[k] for k in held)) for held in log.layers] or [model]
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         full = {id(p): name for name, p in self.trained.items()}
