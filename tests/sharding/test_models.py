@@ -319,16 +319,10 @@ def odd() -> nn.Sequential:
 
 WIDE = numbers(8), numbers(4)
 SEVERAL = {
-    "nothing to divide": (
-        (odd, (numbers(3), numbers(3))), {},
-        "tp=2: none of the 2 matmuls and convolutions can be cut into equal parts: 0 \\(aten::linear\\) .* tp=1",
-    ),
     "no names": (
         (perceptron, WIDE), {"plan": "tp=2 sequence_parallel=true"},
         "the preset divides nothing here: no operator has one of its names .*by_operators",
     ),
-    "draws": ((lambda: nn.Sequential(Drawing()), WIDE), {}, "0.dropout .*only nn.Dropout.* possible is nn.Dropout"),
-    "buffer of parts": ((lambda: nn.Sequential(Average()), WIDE), {}, "0.mul_ .*changes 0.seen, .* annotation R"),
     "optimizer": ((perceptron, WIDE), {"optimizer": partial(ByNorm, lr=0.1)}, "ByNorm: .* element by element"),
     "longer sequences": ((attentions, Growing()), {}, "x has the shape .*, and .* in the first batch"),
 }  # fmt: skip
@@ -346,6 +340,15 @@ def test_refusals_name_what_is_possible(clusters, case):
     clusters(2).run(capture_once)
     with pytest.raises(PlanError, match=words):
         run(clusters, model, given, settings.pop("plan", "tp=2"), **settings)
+
+
+@pytest.mark.parametrize("model", [odd, lambda: nn.Sequential(Drawing()), lambda: nn.Sequential(Average())])
+def test_what_cannot_be_divided_is_computed_whole(clusters, model):
+    count = 3 if model is odd else 8
+    given = numbers(count), numbers(3 if model is odd else 4)
+    clusters(2).run(capture_once)
+    with pytest.warns(UserWarning, match="computed whole"):
+        run(clusters, model, given, "tp=2", loss=functional.mse_loss, check=False)
 
 
 def test_branches_are_refused(clusters):

@@ -57,8 +57,9 @@ def gpt2():
 def test_half_precision(clusters):
     options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 4}
     plan = "pp=2 schedule=1f1b microbatches=4"
-    narrow = minipar.train(gpt2, outside.next_words(), f"{plan} precision=bf16", **options)
-    whole = minipar.train(gpt2, outside.next_words(), plan, **options)
+    words = outside.next_words()
+    narrow = minipar.train(gpt2, words, f"{plan} precision=bf16", **options)
+    whole = minipar.train(gpt2, words, plan, **options)
     assert narrow.losses == pytest.approx(whole.losses, rel=0.02)
 
 
