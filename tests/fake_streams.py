@@ -407,7 +407,7 @@ def timed(executor: Executor, streams: FakeStreams, seconds: Callable[[Instructi
 
         return run
 
-    for name in ("forward", "backward", "backward_input", "backward_weight"):
+    for name in ("forward", "backward", "backward_weight"):
         setattr(executor.compute, name, wrap(getattr(executor.compute, name)))
     executor._step = wrap(executor._step)  # type: ignore[method-assign]
 

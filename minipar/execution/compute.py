@@ -401,10 +401,10 @@ class Compute:
         return found[0] if found else None
 
     def _read_gradient(self, value: Value, live: dict[Value, Any]) -> Any:
-        """A gradient without what says that it is missing. (Of one tensor on a GPU that is not asked: it would have to
-        be waited for.)"""
+        """A gradient without what says that it is missing. (Of one tensor on a device that is not asked: the
+        device would have to be waited for.)"""
         found = live[value]
-        if value not in self.came or not found or (len(found) == 1 and found[0] is not None and found[0].is_cuda):
+        if value not in self.came or not found or (len(found) == 1 and found[0] is not None and not found[0].is_cpu):
             return found
         return [None if g is not None and missing.is_missing(g) else g for g in found]
 

@@ -96,7 +96,7 @@ def port() -> int:
 def folder(tmp_path: Path) -> Path:
     """A folder with the page's script, a plan and a module; and with torchrun, srun and scontrol as commands. With the
     variable RECORD, a folder, torchrun only writes there how it was called."""
-    (_, script), _ = blocks("cluster.md")
+    ((_, script),) = blocks("cluster.md")
     assert script.startswith("# train.py\n")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "plan.toml").write_text("dp = 2\n")

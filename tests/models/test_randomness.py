@@ -98,5 +98,5 @@ def test_hooks_that_feel_a_part_of_a_gradient_are_named(hook, named):
 def test_layers_of_its_own_models_treat_rows_one_by_one(name: str) -> None:
     """So `split_sensitive` does not run them."""
     model, (x, _) = models.build(name), data.for_model(name).batch(0, 6)
-    assert randomness._seen(model, x) == []
+    assert randomness._seen(model, x, False) == []
     assert split_sensitive(model, x) == []

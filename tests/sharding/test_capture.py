@@ -246,7 +246,7 @@ def test_equal_layers_are_captured_propagated_and_cut_once(monkeypatch):
 def test_ranks_share_one_capture(monkeypatch, name):
     """Rank 0 captures for all; the nodes are those that each rank would make itself."""
     job = Job(partial(models.build, name), data.for_model(name), batch=4)
-    own, sent = job.share(job.build(), 1, Mesh(tp=2), "", 1), replace(job, graphs=job.capture(2, 1))
+    own, sent = job.share(job.build(), 1, Mesh(tp=2), "", 1), replace(job, graphs=job.capture(2, 1)[0])
     monkeypatch.setattr(sharded, "capture_model", None)
     shared = sent.share(job.build(), 1, Mesh(tp=2), "", 1)
     assert (shared.forms, shared.titles, shared.cuts) == (own.forms, own.titles, own.cuts)
