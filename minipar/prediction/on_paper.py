@@ -81,7 +81,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
 
     shape = shapes.shape(model, element_size=element)
     trace = simulated(plan.compile(shape, costs=measured, time_of=lambda program: simulated(program).time))
-    return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch))
+    return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch, flash=model not in table.PUBLISHED))
 
 
 def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:

@@ -225,5 +225,5 @@ def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch:
 
 
 FOUR_DEVICES = Choice(
-    "gpt-demo", 64, "bandwidth=100MB/s latency=100us", ranks=4, time=0.6, memory=160 * MIB, by=with_launches
+    "gpt-demo", 64, "bandwidth=100MB/s latency=100us", ranks=4, time=0.6, memory=165 * MIB, by=with_launches
 )

@@ -78,4 +78,4 @@ CLUSTERS = Choices(
 
 # Eight A100 with 40 GB on PCIe 3, at the speed that Megatron-LM reached on an A100.
 NODE = DeviceSpec(140e12, 40 * _G, 12 * _G, 5e-6, 12 * _G, name="a100-40gb at 140 TFLOP/s, pcie")
-LARGE = Choice("megatron-7.5b", 64, NODE, ranks=8, time=7.3, memory=30 * _G, precision="bf16")
+LARGE = Choice("megatron-7.5b", 64, NODE, ranks=8, time=7.3, memory=36 * _G, precision="bf16")
