@@ -217,7 +217,7 @@ def verdict(
     plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, device: str = "", **overrides: Any
 ) -> str:
     """A sentence that says whether the plan fits, and if it does not, what to change."""
-    totals = [one.memory.total for one in details(plan, model, batch, division, flash, **overrides)]
+    totals = [one.memory.total for one in details(plan, model, batch, division, **overrides)]
     top = max(range(len(totals)), key=totals.__getitem__)
     where = f"{device} has" if device else "there are"
     if totals[top] <= capacity:
