@@ -55,7 +55,7 @@ class Mine(torch.optim.SGD):
 
 
 def alone(repeats: int) -> list[Row]:
-    """Milliseconds of each check that comes before what it could spoil: of a loss, of rows, of an optimizer, of layers."""
+    """Milliseconds of each check that comes before what it could spoil: loss, rows, optimizer, captured layers."""
     rows = []
     for name, batch in (("mlp-tiny", 64), ("gpt-tiny", 16)):
         model, (x, y) = models.build(name), data.for_model(name).batch(0, batch)
