@@ -70,13 +70,13 @@ def alone(repeats: int) -> list[Row]:
                 assert not whole.difference(layer, layer, given.detach(), flows)
 
         checks: dict[str, Callable[[], Any]] = {
-            "loss of a micro-batch tried": lambda trial=trial, out=out, y=y: trial(out, y, 1),
-            "rows of layers tried apart": lambda own=own, x=x: split_sensitive(own, x),
-            "optimizer tried": lambda model=model: check_update(Update(Mine, forms_of(model)), "zero=1"),
+            "loss of a micro-batch tried": partial(trial, out, y, 1),
+            "rows of layers tried apart": partial(split_sensitive, own, x),
+            "optimizer tried": partial(check_update, Update(Mine, forms_of(model)), "zero=1"),
             "captured layers compared": layers,
         }
-        capturing = _milliseconds(lambda model=model, x=x: capture_model(model, x), 3)
-        step = _milliseconds(lambda model=model, x=x, y=y, mine=mine: mine(model(x), y).backward(), repeats)
+        capturing = _milliseconds(partial(capture_model, model, x), 3)
+        step = _milliseconds(partial(_step, model, mine, x, y), repeats)
         for check, act in checks.items():
             note = f"a step takes {step:.1f} ms" + f", capturing {capturing:.0f}" * (
                 check == "captured layers compared"
@@ -87,6 +87,10 @@ def alone(repeats: int) -> list[Row]:
 
 def _of(loss: Callable[[Any, Any], torch.Tensor], output: Any, y: Any) -> torch.Tensor:
     return loss(output, y)
+
+
+def _step(model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor], x: Any, y: Any) -> None:
+    loss(model(x), y).backward()
 
 
 class _Foreign(torch.nn.Module):
@@ -103,9 +107,11 @@ class _Foreign(torch.nn.Module):
 def _milliseconds(act: Callable[[], Any], repeats: int) -> float:
     """The median of milliseconds of computing (of this process), after one call to warm up."""
     act()
-    found = []
+    found, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # (threads that wait for each other compute, too)
     for _ in range(repeats):
         start = time.process_time()
         act()
         found.append((time.process_time() - start) * 1e3)
+    torch.set_num_threads(threads)
     return median(found)

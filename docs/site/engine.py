@@ -108,7 +108,13 @@ def build(target: Path, modules: Path) -> int:
     for view in (target / "views").glob("*.js"):
         view.with_suffix(".css").touch()
     shutil.copytree(HERE / "live", target / "live", ignore=shutil.ignore_patterns("*.entry.js"))
-    command = [modules / ".bin" / "esbuild", HERE / "live" / "editor.entry.js", "--bundle", "--minify", "--format=esm"]
+    command: list[str | Path] = [
+        modules / ".bin" / "esbuild",
+        HERE / "live" / "editor.entry.js",
+        "--bundle",
+        "--minify",
+        "--format=esm",
+    ]
     given = {**os.environ, "NODE_PATH": str(modules)}
     subprocess.run(
         [*command, f"--outfile={target / 'live' / 'editor.js'}", "--log-level=warning"], check=True, env=given
