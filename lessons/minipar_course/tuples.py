@@ -22,23 +22,7 @@ from typing import Any
 
 from minipar.errors import ProgramError
 from minipar.prediction.simulator import simulate
-from minipar.program import (
-    Group,
-    Instruction,
-    Op,
-    Part,
-    Program,
-    Value,
-    buffer,
-    grad,
-    grad_output,
-    grad_shard,
-    optimizer_shard,
-    optimizer_state,
-    output,
-    param,
-    saved,
-)
+from minipar.program import Group, Instruction, Op, Part, Program, Value, values
 from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
 from minipar.trace import Trace
@@ -70,8 +54,10 @@ def to_program(rows: Sequence[Sequence[tuple[Any, ...]]], stages: int, shape: Sh
                 raise ProgramError(f"rank {rank}: {ins!r} is no instruction of lesson 18")
         ranks.append(_freed([_instruction(ins, first, end, groups) for ins in row], keep=summed))
         mine = range(first, end)
-        held = {param(g) for g in mine} | {(optimizer_shard if sliced else optimizer_state)(g) for g in mine}
-        state.append(frozenset(held | ({grad(g) for g in mine} if summed else set())))
+        held = {values.param(g) for g in mine} | {
+            (values.optimizer_shard if sliced else values.optimizer_state)(g) for g in mine
+        }
+        state.append(frozenset(held | ({values.grad(g) for g in mine} if summed else set())))
     microbatches = sum(ins[0] in ("F", "F0") for ins in rows[0])
     mesh = Mesh(dp=len(rows) // stages, pp=stages)
     return Program(tuple(ranks), layers, microbatches, groups, mesh, tuple(state), name="lists of lesson 18")
@@ -93,42 +79,42 @@ def _instruction(ins: tuple[Any, ...], first: int, end: int, groups: Sequence[Gr
     op, mine = ins[0], tuple(range(first, end))
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
-    params, down = tuple(map(param, mine)), tuple(reversed(mine))
+    params, down = tuple(map(values.param, mine)), tuple(reversed(mine))
     if op in ("SEND", "RECV"):
         _, what, i, peer = ins
         ahead = (what == "output") == (op == "SEND")  # the message crosses the border behind this stage
-        value = (output if what == "output" else grad_output)((end if ahead else first) - 1, i)
+        value = (values.output if what == "output" else values.grad_output)((end if ahead else first) - 1, i)
         reads, writes = ((value,), ()) if op == "SEND" else ((), (value,))
         return Instruction(_OPS[op], (value.index,), i, 0, reads, writes, stream=f"{op.lower()} {peer}", peer=peer)
     if op in ("F", "F0", "R"):
         i = ins[1]
-        reads = (*([output(first - 1, i)] if first else []), *params)
+        reads = (*([values.output(first - 1, i)] if first else []), *params)
         written: list[Value] = []
         for layer in mine:
             if (op == "F" or layer == end - 1) if op != "R" else layer < end - 1:
-                written.append(output(layer, i))
+                written.append(values.output(layer, i))
             if op != "F0":
-                written.append(saved(layer, i))
+                written.append(values.saved(layer, i))
         return Instruction(_OPS[op], mine, i, 0, reads, tuple(written), parts=_parts(_OPS[op], mine))
     if op == "B":
         i, read = ins[1], []
         for layer in down:
-            read.append(saved(layer, i))
+            read.append(values.saved(layer, i))
             if layer == end - 1:
-                read.append(output(layer, i) if end == len(groups) else grad_output(layer, i))
-            read += [output(layer - 1, i)] if layer else []
-            read.append(param(layer))
-        out = (*map(grad, down[:-1]), *([grad_output(first - 1, i)] if first else []), grad(first))
+                read.append(values.output(layer, i) if end == len(groups) else values.grad_output(layer, i))
+            read += [values.output(layer - 1, i)] if layer else []
+            read.append(values.param(layer))
+        out = (*map(values.grad, down[:-1]), *([values.grad_output(first - 1, i)] if first else []), values.grad(first))
         return Instruction(_OPS[op], mine, i, 0, tuple(read), out, parts=_parts(_OPS[op], down))
     if op == "STEP":
         whole = len(ins) == 1
-        states = tuple(map(optimizer_state if whole else optimizer_shard, mine))
-        gradients = tuple(map(grad if whole else grad_shard, mine))
+        states = tuple(map(values.optimizer_state if whole else values.optimizer_shard, mine))
+        gradients = tuple(map(values.grad if whole else values.grad_shard, mine))
         return Instruction(Op.STEP, mine, -1, 0, (*gradients, *params, *states), (*params, *states))
     if op == "SUM":
-        reads = writes = tuple(map(grad, down))
+        reads = writes = tuple(map(values.grad, down))
     elif op == "SCATTER":
-        reads, writes = tuple(map(grad, down)), (*map(grad_shard, down), *map(buffer, down))
+        reads, writes = tuple(map(values.grad, down)), (*map(values.grad_shard, down), *map(values.buffer, down))
     else:
         reads = writes = params
     named, ranks = mine if op == "GATHER" else down, tuple(ins[1])

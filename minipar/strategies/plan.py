@@ -266,7 +266,8 @@ class Plan:
     ) -> Export:
         """The plan as another system's flags or configuration: its `text`, and what stands in it as `values`.
 
-        system   "megatron" (flags of Megatron-LM), "deepspeed" (JSON) or "torchtitan" (TOML)
+        system   "megatron" (flags of Megatron-LM), "deepspeed" (JSON), "torchtitan" (TOML), or "torchrun": a script
+                 with minipar's own `train`, of a preset
         model    a preset's name or its numbers; the flags of Megatron-LM then have the model's sizes, too
         batch    rows of a step; default: one for each micro-batch
 

@@ -8,6 +8,7 @@ these are checked always.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import shlex
@@ -222,6 +223,18 @@ def test_what_a_system_cannot_express_is_refused(system, words, says):
     assert "possible" in caught.value.reason or "sums to" in caught.value.reason
 
 
+def test_a_script_for_torchrun():
+    plan = Plan.parse("dp=2 pp=2 microbatches=2")
+    found = plan.export("torchrun", "gpt-tiny", batch=16, nodes=2)
+    assert " ".join(found.launch) in found.text
+    assert found.launch[-2:] == ("--nproc-per-node=2", "train.py")
+    call = next(one for one in ast.walk(ast.parse(found.text)) if getattr(one, "func", None) and one.args[2:])
+    assert Plan.parse(ast.literal_eval(call.args[2])) == plan
+    assert "HOST" not in plan.export("torchrun", "gpt-tiny").text
+    with pytest.raises(PlanError, match="model=None: the script builds it; possible are .*gpt-tiny"):
+        plan.export("torchrun")
+
+
 def test_all_refusals_are_told_at_once():
     with pytest.raises(PlanError) as caught:
         Plan.parse("pp=2 schedule=zb-h1 microbatches=4 checkpoint=sqrt clip=1").export("megatron")
@@ -279,7 +292,7 @@ def test_wrong_sizes_are_refused():
         plan.export("megatron", nodes=3, gpus_per_node=2)
     with pytest.raises(PlanError, match="nodes=0: must be a whole number of at least 1"):
         plan.export("megatron", nodes=0)
-    with pytest.raises(PlanError, match="system 'nemo': unknown; possible are megatron, deepspeed, torchtitan"):
+    with pytest.raises(PlanError, match="'nemo': unknown; possible are megatron, deepspeed, torchtitan, torchrun"):
         plan.export("nemo")
     with pytest.raises(PlanError, match="no such preset"):
         plan.export("megatron", "gpt-9")

@@ -1,4 +1,4 @@
-"""Plans for other systems: Megatron-LM's flags, DeepSpeed's and torchtitan's configuration.
+"""Plans for other systems: Megatron-LM's flags, DeepSpeed's and torchtitan's configuration; a script for torchrun.
 
     print(Plan.parse("tp=8 pp=4 dp=2 microbatches=16").export("megatron", "gpt3-175b", batch=64))
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.table import Preset
-from minipar.strategies.exporting import deepspeed, megatron, torchtitan
+from minipar.strategies.exporting import deepspeed, megatron, torchrun, torchtitan
 from minipar.strategies.exporting.rules import Export, Given
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def export(
     gpus_per_node: int | None = None,
 ) -> Export:
     """See `Plan.export`."""
-    if system not in _SYSTEMS:
-        raise PlanError(f"system {system!r}: unknown; possible are {', '.join(_SYSTEMS)}")
-    name, say = _SYSTEMS[system]
+    if system not in (*_SYSTEMS, "torchrun"):
+        raise PlanError(f"system {system!r}: unknown; possible are {', '.join(_SYSTEMS)}, torchrun")
+    name, say = _SYSTEMS.get(system, ("torchrun", lambda given: torchrun.export(given, model)))
     numbers = table.numbers(model) if isinstance(model, str) else model
     rows, batch = _rows(plan, batch)
     nodes, gpus = _machines(plan, nodes, gpus_per_node)
