@@ -122,7 +122,7 @@ def front(first: str) -> str:
     links = "".join(
         f'<a class="mp-door" href="{place}"><b>{name}</b><span>{words}</span></a>'
         for name, place, words in (
-            ("Learn", "learn/index.html", "Nineteen lessons, with exercises that are checked in the page."),
+            ("Learn", "learn/index.html", "Twenty-one lessons, with exercises that are checked in the page."),
             ("Explore", "explore/index.html", "All views, alive in the page; and write a schedule of your own."),
             ("Use", "docs/index.html", "Train your own model: installation, documents, API."),
         )
