@@ -184,6 +184,10 @@ class Checker:
             return None
         eps = max(self.eps, *(one.eps for one in suspicious))
         shaken = ask(shaken=min(_SHAKE * eps, max(eps, 0.01)))
+        if shaken.eps > eps:  # (the model computes in float32, say, whatever the type of its parameters is)
+            self.eps = eps = shaken.eps
+            suspicious = beyond(there, self.eps)
+            shaken = ask(shaken=min(_SHAKE * eps, max(eps, 0.01))) if suspicious else shaken
         pieces = [*pieces_of("parameters", shaken.parameters), *pieces_of("buffers", shaken.buffers)]
         rounding = {
             one[:3]: one.apart

@@ -30,8 +30,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Connection
@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Loss = Callable[[Any, Any], Any]
 Batches = Callable[[int], tuple[Any, Any]]
@@ -59,6 +60,7 @@ class Reference:
     seconds      of a step
     moved        how far the elements of each parameter have moved at most, in one step after another (not of a replay)
     remembers    what modules or the optimizer keep between steps that is not saved with them
+    eps          the largest relative rounding to which the model narrows its numbers (of a shaken job)
     """
 
     losses: list[float]
@@ -69,6 +71,7 @@ class Reference:
     seconds: float = 0.0
     moved: dict[str, float] = field(default_factory=dict, repr=False)
     remembers: tuple[str, ...] = ()
+    eps: float = 0.0
 
 
 # the model ------------------------------------------------------------------------------------------------------------
@@ -464,6 +467,25 @@ def shake(model: nn.Module, by: float) -> None:
                 p.mul_(1 + by * (2 * torch.rand(p.shape, generator=draws, dtype=p.real.dtype) - 1))
 
 
+class Roundings(TorchDispatchMode):
+    """Sees to which types a model narrows its numbers: some compute in float32, whatever their parameters are."""
+
+    eps = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # (else torch would import its compiler)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given, made = (
+            [torch.finfo(t.dtype).eps for t in tensors_in(some) if t.is_floating_point()] for some in (args, found)
+        )
+        if given and max(made, default=0.0) > min(given):
+            self.eps = max(self.eps, *made)
+        return found
+
+
 # the replay of a log --------------------------------------------------------------------------------------------------
 
 
@@ -774,13 +796,14 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     model = build(task["model"], task["job"]["seed"], task["dtype"], batches(task["job"]["first"])[0], task["evaluate"])
     saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
     go_on(saved, model)
-    if task["shaken"]:
-        shake(model, task["shaken"])
     given = {**task["job"], "loss": task["job"]["loss"] or loss_in}
     job = Job(model=model, batches=batches, report=report, states=saved["states"], **given)
-    if isinstance(task["work"], dict):
-        return train_plainly(job, **task["work"])
-    return Replay(job, task["work"]).train()
+    if task["shaken"]:
+        shake(model, task["shaken"])
+    with Roundings() if task["shaken"] else nullcontext() as seen:
+        plain = isinstance(task["work"], dict)
+        found = train_plainly(job, **task["work"]) if plain else Replay(job, task["work"]).train()
+    return found if seen is None else replace(found, eps=seen.eps)
 
 
 def _answer(connection: Connection, job: Mapping[str, Any]) -> tuple[Any, ...]:
