@@ -8,7 +8,8 @@ that what is compared of parameters is the update alone: an optimizer such as Ad
 but rounding a whole step. All ranks bring all that they have, so those that disagree are found.
 
 What is beyond rounding? A difference of half the digits may be that: a sum of many terms that nearly cancel. So plain
-torch is asked again, with parameters that differ by a few roundings, and what this changes is rounding.
+torch is asked again, with parameters that differ by a few roundings, and what this changes is rounding. Where a model
+narrows its numbers (Gemma's norms compute in float32), the roundings are those of the narrower type.
 """
 
 from __future__ import annotations
