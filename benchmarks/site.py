@@ -33,7 +33,7 @@ def measure(quick: bool = False) -> list[Row]:
     modules = engine.install(engine.ROOT / "build" / "npm")
     with tempfile.TemporaryDirectory() as work:
         packed, program = Path(work) / "minipar.zip", Path(work) / "run.mjs"
-        size = engine.pack(packed)
+        size = engine.pack(packed.parent)
         program.write_text(_PROGRAM.replace("MODULES", modules.as_posix()).replace("PACKED", packed.as_posix()))
         runs = 1 if quick else 3
         texts = [subprocess.run(["node", program], capture_output=True, text=True, check=True) for _ in range(runs)]

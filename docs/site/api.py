@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import minipar
 import minipar_widgets
 
+_ROW = re.compile(r"([^ `].*?) {2,}(\S.*)")
 PARTS = {
     "plans": ("Plans and programs", ("minipar.program", "minipar.strategies")),
     "predictions": (
@@ -42,19 +44,33 @@ def _write(path: Path, title: str, names: list[str]) -> None:
     path.write_text("\n".join(lines))
 
 
+def signature(_: Any, __: str, ___: str, ____: Any, _____: Any, words: str | None, result: str | None) -> Any:
+    """A signature that Sphinx can read: values that a dataclass makes are `...`."""
+    return words and words.replace("<factory>", "..."), result
+
+
 def plain(_: Any, __: str, ___: str, ____: Any, _____: Any, lines: list[str]) -> None:
-    """Docstrings are plain text: sentences, and indented tables of arguments, which keep their shape."""
-    made: list[str] = []
-    block = False
-    for line in lines:
-        inside = line.startswith(" ") and bool(line.strip())
-        if inside and not block:
-            made += ["", ".. code-block:: text", ""]
-        if block and not inside and line.strip():
-            made.append("")
-        block = inside or (block and not line.strip())
-        made.append(f"   {line}" if block and line.strip() else text_of(line))
-    lines[:] = made
+    """Docstrings are plain text: sentences, tables of two columns, and code."""
+    paragraphs = re.split(r"\n[ ]*\n", "\n".join(lines).strip("\n"))
+    lines[:] = [line for text in paragraphs for line in [*_shown(text.split("\n")), ""]]
+
+
+def _shown(parts: list[str]) -> list[str]:
+    """A paragraph for Sphinx: what begins with two columns is a list, what else is indented is code."""
+    text = [text_of(line) for line in takewhile(lambda line: line[:1] != " " and not _ROW.match(line), parts)]
+    if rest := parts[len(text) :]:
+        base = len(rest[0]) - len(rest[0].lstrip())
+        rows: list[list[str]] = []
+        for line in rest:
+            row = _ROW.match(line.strip()) if not line[base : base + 1].isspace() else None
+            if row:
+                rows.append([row[1], row[2]])
+            elif rows and line[base : base + 1].isspace():
+                rows[-1].append(line.strip())
+            else:
+                return [*text, "", ".. code-block:: text", "", *(f"   {one}" for one in rest)]
+        text += ["", *(f"* {text_of(f'`{name}`')}: {text_of(' '.join(words))}" for name, *words in rows)]
+    return text
 
 
 def text_of(line: str) -> str:

@@ -93,6 +93,7 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
             status=None, warningiserror=True,
         )  # fmt: skip
         site.connect("autodoc-process-docstring", api.plain)
+        site.connect("autodoc-process-signature", api.signature)
         site.build()
     if site.statuscode:
         raise SystemExit(site.statuscode)
@@ -122,7 +123,7 @@ def front(first: str) -> str:
     links = "".join(
         f'<a class="mp-door" href="{place}"><b>{name}</b><span>{words}</span></a>'
         for name, place, words in (
-            ("Learn", "learn/index.html", "Twenty-one lessons, with exercises that are checked in the page."),
+            ("Learn", "learn/index.html", "Lessons, one idea each, with exercises that are checked in the page."),
             ("Explore", "explore/index.html", "All views, alive in the page; and write a schedule of your own."),
             ("Use", "docs/index.html", "Train your own model: installation, documents, API."),
         )

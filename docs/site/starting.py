@@ -33,17 +33,16 @@ def stuck(rank, stages, microbatches):
         for i in range(microbatches):
             yield Backward(i)
 '''),
-    ("a collective", '''@minipar.collective("to-and-fro", "allreduce")
-def to_and_fro(setting, rank):
+    ("a collective", '''@minipar.collective("along-the-line", "allreduce")
+def along_the_line(setting, rank):
     everything = range(setting.ranks)
-    if rank:                       # everything goes to rank 0, which adds it up and sends it back
-        yield Send(everything, 0)
-        yield Copy(everything, 0)
-    else:
-        for peer in range(1, setting.ranks):
-            yield Reduce(everything, peer)
-        for peer in range(1, setting.ranks):
-            yield Send(everything, peer)
+    if rank > 0:
+        yield Reduce(everything, rank - 1)     # add what comes from the left,
+    if rank < setting.ranks - 1:
+        yield Send(everything, rank + 1)       # hand the sum on,
+        yield Copy(everything, rank + 1)       # and wait until the whole of it comes back
+    if rank > 0:
+        yield Send(everything, rank - 1)
 '''),
     ("a pass", '''from minipar.strategies.passes.checkpoint import recompute
 from minipar.strategies.segments import schedules

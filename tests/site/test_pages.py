@@ -130,7 +130,7 @@ def test_texts_are_drawn_or_refused_beside_the_line_stopped_and_kept_in(opened: 
     assert {judged(text).line for text in WRONG.values()} >= {0, 2, 4, 6}
     for name, text in starting.EXAMPLES[2:]:
         page.get_by_label("begin with").select_option(name)
-        facts = judged(text).facts or CollectiveView("allreduce", "to-and-fro", 4, 4 << 20).label
+        facts = judged(text).facts or CollectiveView("allreduce", "along-the-line", 4, 4 << 20).label
         page.locator(".mp-verdict", has_text=facts).wait_for()
         page.locator(".mp-stage-live canvas").first.wait_for()
     page.evaluate(

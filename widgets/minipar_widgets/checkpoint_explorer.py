@@ -300,6 +300,8 @@ class CheckpointExplorer(Explorer):
             "title": {"text": "time"},
             "showgrid": False,
             "dtick": 0.25,
+            "tickformat": ".2~f",
+            "automargin": True,
             "range": [0, 1.75],
         }
         layout["yaxis"]["rangemode"] = "tozero"

@@ -8,12 +8,12 @@ export function missing() {
   return typeof Worker === "function" ? "" : "This browser has no workers";
 }
 
-/** An engine: `tell(words)` hears what it does while it starts; "" when it is ready. */
-export function makeEngine(tell) {
+/** An engine: `tell(words)` hears what it does while it starts; "" when it is ready. `more` is what it loads beside views. */
+export function makeEngine(tell, more = "") {
   let worker, waiting, number = 0, ready;
   function start() {
     waiting = new Map();
-    worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    worker = new Worker(new URL(`./worker.js?${more}`, import.meta.url), { type: "module" });
     let began;
     ready = new Promise((done) => { began = done; });
     const failed = (words) => {

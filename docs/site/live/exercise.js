@@ -2,7 +2,7 @@
 // One worker serves all of a page; it starts at the first check.
 import { makeEditor } from "./editor.js";
 import { makeEngine, missing } from "./engine.js";
-import { make } from "./widgets.js";
+import { make } from "../views/shared.js";
 
 const LIMIT = 30; // seconds that an answer may run
 let engine = null, tell = () => {};
@@ -18,7 +18,7 @@ for (const place of document.querySelectorAll(".mp-exercise")) {
     const why = missing();
     if (why) return say(false, `${why}: run the lesson after pip install minipar.`);
     tell = (text) => { if (text) say(true, `${text} …`); };
-    engine ??= makeEngine((text) => tell(text));
+    engine ??= makeEngine((text) => tell(text), "exercises");
     button.disabled = true;
     await engine.within(LIMIT, { do: "exercise", imports, code: editor.text() }).then(
       (found) => { say(found.passed, found.verdict); editor.mark(found.passed ? 0 : found.line, found.verdict); },

@@ -1,12 +1,13 @@
 // Live views in a page: <div class="mp-live" data-view="ScheduleExplorer"></div>, with the first picture beside it as JSON.
 // The address carries the state: `#schedule=zb-v&stages=4`.
 import { folded } from "../views/folding.js";
+import { make } from "../views/shared.js";
 import { makeEngine, missing, saved } from "./engine.js";
-import { make, treeOf } from "./widgets.js";
+import { copyButton, treeOf } from "./widgets.js";
 
 function open(place) {
   const status = make("p", { class: "mp-status", role: "status" }), said = make("p", { class: "mp-said", role: "alert", hidden: true });
-  const copy = make("button", { type: "button", class: "mp-copy", onclick: share }, "copy the link to this");
+  const copy = copyButton((link) => { said.hidden = false; said.textContent = link; });
   const stage = make("div", { class: "mp-stage-live", inert: true });
   const first = place.querySelector("script[type='application/json']");
   place.replaceChildren(make("div", { class: "mp-bar" }, status, copy), said, stage);
@@ -48,10 +49,6 @@ function open(place) {
     const same = next.findIndex((one) => one.do === request.do && one.id === request.id && request.do === "set"); // only the newest
     if (same >= 0) next[same] = { ...request, values: { ...next[same].values, ...request.values } };
     else next.push(request);
-  }
-  function share() {
-    const done = () => { copy.textContent = "copied"; setTimeout(() => { copy.textContent = "copy the link to this"; }, 1500); };
-    navigator.clipboard.writeText(location.href).then(done, () => { said.hidden = false; said.textContent = location.href; });
   }
   const show = () => run({ do: "open", view: place.dataset.view, address: location.hash.slice(1) });
   show().then(() => {

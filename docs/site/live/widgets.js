@@ -1,16 +1,7 @@
 // Widgets of minipar_widgets/page.py in a page: controls as HTML, views by their own modules. What they show is said by
 // Python; here it is only drawn.
 
-/** An element with attributes and children; `on...` are listeners. */
-export function make(tag, attributes = {}, ...children) {
-  const el = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) el.addEventListener(name.slice(2), value);
-    else if (value !== false && value != null) el.setAttribute(name, value === true ? "" : value);
-  }
-  el.append(...children);
-  return el;
-}
+import { make } from "../views/shared.js";
 
 const TAGS = new Set("DIV SPAN P B I EM STRONG UL OL LI DL DT DD PRE CODE BR BUTTON".split(" "));
 const ATTRIBUTES = /^(class|role|tabindex|title|hidden|type|aria-[a-z]+|data-[a-z]+)$/;
@@ -177,4 +168,12 @@ export function treeOf(place, ask) {
       if (id === changes.at(-1).id && !node.el.parentElement) place.replaceChildren(node.el);
     }
   } };
+}
+
+/** A button that copies the page's address; where that is not allowed, `say` gets the address. */
+export function copyButton(say) {
+  const words = "copy the link to this", button = make("button", { type: "button", class: "mp-copy", onclick: copy }, words);
+  const done = () => { button.textContent = "copied"; setTimeout(() => { button.textContent = words; }, 1500); };
+  function copy() { (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(done, () => say(location.href)); }
+  return button;
 }

@@ -5,6 +5,8 @@
 //        { number, answer, bytes }   answer is JSON, in which { "bytes": k } stands for bytes[k]
 //        { number, broken }          Python itself has failed
 //
+// It loads minipar.zip, and the further parts that its address names: worker.js?exercises
+//
 // Python sees nothing of this worker but what it needs to run: no network, no storage, no messages of its own.
 import { loadPyodide } from "../pyodide/pyodide.mjs";
 
@@ -13,10 +15,11 @@ const NEVER = ["fetch", "XMLHttpRequest", "WebSocket", "WebTransport", "EventSou
 
 async function start() {
   post({ step: "loading Python" });
-  const engine = fetch(new URL("../minipar.zip", import.meta.url)).then((found) => found.arrayBuffer());
+  const names = ["minipar", ...new URLSearchParams(self.location.search).keys()];
+  const parts = names.map((name) => fetch(new URL(`../${name}.zip`, import.meta.url)).then((found) => found.arrayBuffer()));
   const py = await loadPyodide({ indexURL: new URL("../pyodide/", import.meta.url).href, jsglobals: Object.create(null) });
   post({ step: "loading minipar" });
-  py.unpackArchive(await engine, "zip", { extractDir: "/minipar" });
+  for (const part of parts) py.unpackArchive(await part, "zip", { extractDir: "/minipar" });
   const answer = py.runPython("import sys\nsys.path.insert(0, '/minipar')\nfrom minipar_widgets.live import answer\nanswer");
   for (const name of NEVER) for (let at = self; at; at = Object.getPrototypeOf(at)) {
     if (Object.hasOwn(at, name)) Object.defineProperty(at, name, { value: undefined });

@@ -1,8 +1,9 @@
 // The page on which readers write a schedule, a collective or a pass: executed in a worker, judged by the engine.
 // The address carries the text: `#stages=4&microbatches=8&code=...`.
+import { make } from "../views/shared.js";
 import { makeEditor } from "./editor.js";
 import { makeEngine, missing } from "./engine.js";
-import { make, treeOf } from "./widgets.js";
+import { copyButton, treeOf } from "./widgets.js";
 
 const LIMIT = 10; // seconds that a text may run
 
@@ -17,7 +18,7 @@ function open(place) {
   const example = make("select", { "aria-label": "begin with", onchange: () => { editor.set(examples[example.selectedIndex][1]); judge(); } },
     ...examples.map(([name]) => make("option", {}, name)));
   const start = make("button", { type: "button", onclick: judge }, "run (Ctrl-Enter)");
-  const copy = make("button", { type: "button", onclick: share }, "copy the link to this");
+  const copy = copyButton((link) => { status.textContent = link; });
   const status = make("p", { class: "mp-status", role: "status" });
   const verdict = make("p", { class: "mp-verdict", role: "alert", hidden: true }), details = make("pre", { class: "mp-details", tabindex: 0, hidden: true });
   const box = make("div", { class: "mp-editor" }), stage = make("div", { class: "mp-stage-live" });
@@ -53,10 +54,6 @@ function open(place) {
     if (again) { again = false; judge(); }
   }
   for (const input of [stages, microbatches]) input.addEventListener("change", judge);
-  function share() {
-    const done = () => { copy.textContent = "copied"; setTimeout(() => { copy.textContent = "copy the link to this"; }, 1500); };
-    navigator.clipboard.writeText(location.href).then(done, () => { status.textContent = location.href; });
-  }
   addEventListener("hashchange", () => {
     const now = new URLSearchParams(location.hash.slice(1));
     if (now.has("code")) { editor.set(now.get("code")); judge(); }
