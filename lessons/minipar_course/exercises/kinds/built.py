@@ -142,11 +142,16 @@ class Trained:
         return ends
 
 
+def _counting(ranks: int, numbers: int) -> list[Tensor]:
+    """For each rank a tensor with other numbers."""
+    return [torch.arange(numbers, dtype=torch.float64) + 100 * (rank + 1) for rank in range(ranks)]
+
+
 @dataclass(frozen=True)
 class Exchanged:
     """`signature` is a collective: each rank calls it with a tensor, and it returns what this rank must have.
 
-    cases      (ranks, numbers): tensors of so many numbers
+    cases      (ranks, size): tensors of so many numbers, or what `tensors` makes of both
     truth      of the tensors of all ranks and a rank: what this rank must return
     sent       of ranks and the bytes of a tensor: how many bytes a rank may send
     messages   of ranks: in how many messages, where it matters
@@ -164,15 +169,16 @@ class Exchanged:
     mistakes: tuple[tuple[Callable[[list[Tensor], int], Tensor], str], ...] = ()
     hint: str = ""
     messages: Callable[[int], int] | None = None
+    tensors: Callable[[int, int], list[Tensor]] = _counting
 
     def judge(self, answer: Any, clusters: Callable[[int], Cluster] | None = None) -> Verdict:
         """Run it on ranks. `clusters`: gives ranks that are there already, so many as it is asked for."""
         name = self.signature.partition("(")[0]
         if not callable(answer):
             return Verdict(False, f"{answer!r} is no function", f"def {self.signature}: ...")
-        for ranks, numbers in self.cases:
-            given = [torch.arange(numbers, dtype=torch.float64) + 100 * (rank + 1) for rank in range(ranks)]
-            where = f"on {several(ranks, 'rank')}, with tensors of {several(numbers, 'number')},"
+        for ranks, size in self.cases:
+            given = self.tensors(ranks, size)
+            where = f"on {several(ranks, 'rank')}, with tensors of {several(given[0].numel(), 'number')},"
             try:
                 with _ranks(ranks, clusters) as cluster:
                     found = against.on_ranks(_exchange, answer, given, ranks=ranks, cluster=cluster)
@@ -188,7 +194,7 @@ class Exchanged:
                         False, f"{where} rank {rank} has {_short(one.result)}", self._recognised(found, given)
                     )
             most = max(found, key=lambda one: one.sent)
-            limit = self.sent(ranks, numbers * 8)
+            limit = self.sent(ranks, given[0].nbytes)
             if most.sent > limit:
                 reason = f"right {where.rstrip(',')}, but a rank sends {most.sent} bytes; {limit:.0f} are enough"
                 return Verdict(False, reason, self.wasteful)
