@@ -41,10 +41,10 @@ class Communicator:
     `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and is not
-    changed; the result is of the same type. `algorithm`: "shared" (memory of one machine), "backend" (gloo's or NCCL's
-    own), or None for the faster of those that are possible; a name of collectives.names(...), such as "ring", plays
-    that program, in `wait`, as does a generator that @minipar.collective decorated; "auto" takes what is fastest by
-    `rates` (of minipar.calibrate), where all ranks know the size beforehand: allreduce, reduce, reduce_scatter.
+    changed; the result is of the same type. `algorithm` of a sum: "shared" (memory of one machine), "backend" (gloo's
+    or NCCL's own), or None for the faster of those that are possible; a name of collectives.names("allreduce"), such
+    as "ring", plays that program, as does a generator that @minipar.collective decorated; "auto" takes what is fastest
+    by `rates` (of minipar.calibrate).
     RankError for impossible calls; CollectiveMismatch, on every rank, where ranks call different things, or give values
     of different forms.
     """
@@ -76,35 +76,35 @@ class Communicator:
         """Combine `x` over all ranks, element by element. `op`: `sum`, `max`, `min`, or their names, or "avg"."""
         return operations.allreduce(self, x, op, collectives.known(algorithm))
 
-    def reduce(self, x: Any, root: int = 0, op: Any = sum, *, algorithm: Any = None) -> Any:
+    def reduce(self, x: Any, root: int = 0, op: Any = sum) -> Any:
         """`allreduce`, but the result is on rank `root` only; the others get None."""
-        return operations.reduce(self, x, root, op, collectives.known(algorithm))
+        return operations.reduce(self, x, root, op)
 
-    def reduce_scatter(self, x: Any, op: Any = sum, *, algorithm: Any = None) -> Any:
+    def reduce_scatter(self, x: Any, op: Any = sum) -> Any:
         """`allreduce`, but each rank gets only its share of the rows (the first dimension) of the result.
 
         n rows of p ranks are divided as evenly as can be, the first n mod p ranks having one more.
         """
-        return operations.reduce_scatter(self, x, op, collectives.known(algorithm))
+        return operations.reduce_scatter(self, x, op)
 
-    def all_gather(self, x: Any, *, algorithm: Any = None) -> Any:
+    def all_gather(self, x: Any) -> Any:
         """The rows of all ranks, in their order, on all of them; a rank may have more rows than another, or none.
 
         Of numbers: a list with one of each rank. all_gather(reduce_scatter(x)) is allreduce(x).
         """
-        return operations.all_gather(self, x, collectives.known(algorithm))
+        return operations.all_gather(self, x)
 
-    def broadcast(self, x: Any = None, root: int = 0, *, algorithm: Any = None) -> Any:
+    def broadcast(self, x: Any = None, root: int = 0) -> Any:
         """`x` of rank `root`, on all ranks. The others bring something of the same form, or None."""
-        return operations.broadcast(self, x, root, collectives.known(algorithm))
+        return operations.broadcast(self, x, root)
 
-    def all_to_all(self, x: Any, *, algorithm: Any = None) -> Any:
+    def all_to_all(self, x: Any) -> Any:
         """Piece k goes to rank k; a rank gets the pieces that all ranks have for it, in their order.
 
         `x`: a list of one piece for each rank (numbers, lists, arrays, tensors, of any sizes); the result is a list.
         Or an array or a tensor, whose rows are divided as in `reduce_scatter`; the received rows are put together.
         """
-        return operations.all_to_all(self, x, collectives.known(algorithm))
+        return operations.all_to_all(self, x)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -348,10 +348,10 @@ class Communicator:
         carrier = world.host if transport is None else transport
         return world.group(tuple(range(self.size)) if ranks is None else ranks, carrier)
 
-    def shares(self, group: RankGroup, algorithm: str | None = None, call: str = "") -> bool:
+    def shares(self, group: RankGroup, algorithm: str | None = None) -> bool:
         """Whether an algorithm uses the shared memory of a group. RankError where it cannot, or is not known."""
         if algorithm not in (None, "shared", "backend"):
-            possible = ", ".join(("shared", "backend", *(("auto", *collectives.names(call)) if call else ())))
+            possible = ", ".join(("shared", "backend", "auto", *collectives.names("allreduce")))
             raise RankError(
                 f"algorithm={algorithm!r} is not known on this rank; possible are {possible}, or the generator itself "
                 "that @minipar.collective decorated"

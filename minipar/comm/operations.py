@@ -9,8 +9,7 @@ Rows of a list, an array or a tensor are those of its first dimension; `shared.s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from minipar.comm import playing, values
 from minipar.comm.handles import Handle, to_host
 from minipar.comm.transport import backend, shared
-from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import share
 from minipar.comm.values import as_bytes
 from minipar.comm.world import RankGroup, Way
@@ -29,12 +27,11 @@ from minipar.wording import several
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
 
-ALLREDUCE = Way(shared.allreduce, backend.allreduce, playing.allreduce)
-REDUCE = Way(shared.allreduce, backend.allreduce, playing.reduce)  # (who is not the root forgets the sum)
-REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter, playing.reduce_scatter)
-ALL_GATHER = Way(shared.all_gather, backend.all_gather, playing.all_gather)
-BROADCAST = Way(shared.broadcast, backend.broadcast, playing.broadcast)
-ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, playing.all_to_all)
+ALLREDUCE = Way(shared.allreduce, backend.allreduce)
+REDUCE_SCATTER = Way(shared.reduce_scatter, backend.reduce_scatter)
+ALL_GATHER = Way(shared.all_gather, backend.all_gather)
+BROADCAST = Way(shared.broadcast, backend.broadcast)
+ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
 
 
@@ -43,21 +40,21 @@ _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with it
 
 def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
     """Combine over all ranks, element by element."""
-    summing = _Summing(comm, "allreduce", x, op, algorithm)
+    summing = _Summing(comm, "allreduce", x, op, algorithm=algorithm)
     return summing.start(ALLREDUCE, lambda given: (given, given, ()), stays=True)
 
 
-def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None) -> Any:
-    """Combine over all ranks; the result is on rank `root`, None on the others."""
+def reduce(comm: Communicator, x: Any, root: int, op: Any) -> Any:
+    """Combine over all ranks; the result is on rank `root`, None on the others (who forget the sum)."""
     _check_root(comm, "reduce", root)
-    summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
-    summing.root, summing.here = root, comm.rank == root
-    return summing.start(REDUCE, lambda given: (given, given, ()))
+    summing = _Summing(comm, "reduce", x, op, f" to rank {root}")
+    found = summing.start(ALLREDUCE, lambda given: (given, given, ()))
+    return found if comm.rank == root else None
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
+def reduce_scatter(comm: Communicator, x: Any, op: Any) -> Any:
     """Combine over all ranks, each keeping its share of the rows."""
-    summing = _Summing(comm, "reduce_scatter", x, op, algorithm)
+    summing = _Summing(comm, "reduce_scatter", x, op)
     whole = summing.given
     if not whole.dim():
         raise RankError(
@@ -76,14 +73,14 @@ def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None) -
 class _Summing:
     """A reduction under way."""
 
-    def __init__(self, comm: Communicator, call: str, x: Any, op: Any, algorithm: str | None, rest: str = "") -> None:
-        self.comm, self.call, self.algorithm = comm, call, algorithm
+    def __init__(
+        self, comm: Communicator, call: str, x: Any, op: Any, rest: str = "", algorithm: str | None = None
+    ) -> None:
+        self.comm, self.algorithm = comm, algorithm
         self.name = values.operation(op, call)
         self.kind, self.given = values.to_tensor(x, self.name, call)
         by = f" by {algorithm}" if algorithm is not None else ""
         self.words = values.describe(call, self.kind, self.given, f"for {self.name}{rest}{by}")
-        self.root = 0
-        self.here = True  # whether this rank has the result
 
     def start(
         self,
@@ -98,32 +95,32 @@ class _Summing:
         given = _host(self.given) if carrier is None and comm.size > 1 else self.given
         plain = "sum" if self.name == "avg" else self.name
         result = given
+        if comm.size > 1:
+            algorithm = _chosen(comm, self.algorithm, given.nbytes)
+            played = algorithm in collectives.names("allreduce")
+            group = comm.group(transport=carrier)
+            shares = not played and comm.shares(group, algorithm)
+            # Python's numbers may be real on one rank alone: then they are on all.
+            row = [int(given.dtype == torch.float64)] if self.kind in ("number", "list") else []
 
-        def finish() -> Any:
-            if not self.here:
-                return None
-            mean = values.divide(result, comm.size) if self.name == "avg" else result
-            return values.from_tensor(self.kind, mean.to(device))
+            def begin(reals: list[list[int]]) -> tuple[Any, ...] | None:
+                nonlocal result
+                x, result, rest = arguments(given.double() if [1] in reals else given)
+                return (x, *rest, plain) if x.numel() or shares else None
 
-        if comm.size == 1:
-            return finish()
-        how = _choose(comm, self.call, self.algorithm, given.nbytes, carrier, self.root)
-        # Python's numbers may be real on one rank alone: then they are on all.
-        row = [int(given.dtype == torch.float64)] if self.kind in ("number", "list") else []
-
-        def begin(reals: list[list[int]]) -> tuple[Any, ...] | None:
-            nonlocal result
-            x, result, rest = arguments(given.double() if [1] in reals else given)
-            return (x, *rest, plain) if x.numel() or how.shared else None
-
-        _submit(comm, how, way, self.words, row, begin, self.root)
-        return finish()
+            if played:
+                begin(group.meet(*self.words, row))
+                played_sum(comm, result, tuple(range(comm.size)), str(algorithm), plain).wait()
+            else:
+                _submit(comm, group, way, self.words, row, begin, shares)
+        mean = values.divide(result, comm.size) if self.name == "avg" else result
+        return values.from_tensor(self.kind, mean.to(device))
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
 
 
-def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None) -> Any:
+def broadcast(comm: Communicator, x: Any, root: int) -> Any:
     """Give the value of rank `root` to all."""
     _check_root(comm, "broadcast", root)
     if x is None and comm.rank == root:
@@ -139,7 +136,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None) -> A
     agreed = form
     if comm.size == 1:
         return finish()
-    text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
+    text = f"broadcast from rank {root}"
 
     def begin(rows: list[list[int]]) -> tuple[Any, ...] | None:
         nonlocal agreed, result
@@ -152,18 +149,17 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None) -> A
         result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
         return (result, root) if result.numel() else None
 
-    how = _choose(comm, "broadcast", algorithm)
-    _submit(comm, how, BROADCAST, (text, text), form, begin, root)
+    _submit(comm, comm.group(), BROADCAST, (text, text), form, begin)
     return finish()
 
 
-def all_gather(comm: Communicator, x: Any, algorithm: str | None) -> Any:
+def all_gather(comm: Communicator, x: Any) -> Any:
     """Collect the rows of all ranks, end to end, on all ranks."""
     kind, given = values.to_tensor(x, call="all_gather")
     device = given.device
     if not given.dim():
         given = given.view(1)
-    words = values.describe("all_gather", kind, given, f"by {algorithm}" if algorithm is not None else "", True)
+    words = values.describe("all_gather", kind, given, "", True)
     result = given
 
     def finish() -> Any:
@@ -190,14 +186,12 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None) -> Any:
             result.split(counts)[comm.rank].copy_(given)
         return result.view(-1), [n * tails[like].numel() for n in counts]
 
-    how, form = _choose(comm, "all_gather", algorithm), values.encode_form(kind, given)
-    _submit(comm, how, ALL_GATHER, words, form, begin)
+    _submit(comm, comm.group(), ALL_GATHER, words, values.encode_form(kind, given), begin)
     return finish()
 
 
-def all_to_all(comm: Communicator, x: Any, algorithm: str | None) -> Any:
+def all_to_all(comm: Communicator, x: Any) -> Any:
     """Send the k-th piece to rank k; the result is what all ranks have for this one, in their order."""
-    by = f" by {algorithm}" if algorithm is not None else ""
     pieces: list[Any]
     if isinstance(x, (list, tuple)):
         if len(x) != comm.size:
@@ -205,13 +199,13 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None) -> Any:
                 f"all_to_all: {len(x)} pieces for {several(comm.size, 'rank')}; give a list of one for each"
             )
         pieces, whole = list(x), None
-        words = (f"all_to_all of a list of pieces{by}",) * 2
+        words = ("all_to_all of a list of pieces",) * 2
     else:
         kind, whole = values.to_tensor(x, call="all_to_all")
         if not whole.dim():
             raise RankError(f"all_to_all: a {kind} has no rows to divide; give a list of one piece for each rank")
         pieces = list(whole.split(share(len(whole), comm.size)))
-        words = values.describe("all_to_all", kind, whole, by.strip(), True)
+        words = values.describe("all_to_all", kind, whole, "", True)
     packets = [pack(piece, "all_to_all") for piece in pieces]
     sent = torch.cat(packets)
     got = sent
@@ -232,8 +226,7 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None) -> Any:
         got = torch.empty(sum(lengths), dtype=torch.uint8)
         return sent, got, rows
 
-    how = _choose(comm, "all_to_all", algorithm)
-    _submit(comm, how, ALL_TO_ALL, words, lengths, begin)
+    _submit(comm, comm.group(), ALL_TO_ALL, words, lengths, begin)
     return finish()
 
 
@@ -255,70 +248,42 @@ def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
 # What they share ------------------------------------------------------------------------------------------------------
 
 
-class _How(NamedTuple):
-    """A group, and how it does a collective: in shared memory, by an algorithm's program, or as the backend's own."""
+def _chosen(comm: Communicator, algorithm: str | None, nbytes: int) -> str | None:
+    """The algorithm of an allreduce: of "auto" the fastest by the rates that the ranks know."""
+    if algorithm != "auto":
+        return algorithm
+    if comm.rates is None:
+        return None
+    from minipar.prediction import choice  # which needs the simulator
 
-    group: RankGroup
-    shared: bool
-    program: str | None = None
-
-
-def _choose(
-    comm: Communicator,
-    call: str,
-    algorithm: str | None,
-    nbytes: int | None = None,
-    carrier: Transport | None = None,
-    root: int = 0,
-) -> _How:
-    """How to do it, over the transport of tensors on the CPU or another `carrier`. `nbytes` of the whole tensor, where
-    all ranks know it already."""
-    group = comm.group(transport=carrier)
-    if algorithm == "auto":
-        algorithm = None
-        if comm.rates is not None and nbytes is not None:
-            from minipar.prediction import choice  # which needs the simulator
-
-            found = choice.choose(call, comm.size, nbytes, comm.rates, root=root)
-            algorithm = None if found == choice.BACKEND else found
-    if algorithm in collectives.names(call):
-        return _How(group, False, algorithm)
-    return _How(group, comm.shares(group, algorithm, call))
+    found = choice.choose("allreduce", comm.size, nbytes, comm.rates)
+    return None if found == choice.BACKEND else found
 
 
 def _submit(
     comm: Communicator,
-    how: _How,
+    group: RankGroup,
     way: Way,
     words: tuple[str, str],
     row: list[int],
     begin: Callable[[list[list[int]]], tuple[Any, ...] | None],
-    root: int = 0,
+    shares: bool | None = None,
 ) -> None:
     """Exchange some numbers among all ranks, and do the collective with the arguments that `begin` makes of them."""
-    number = 0 if how.program is None else comm.count_played(range(comm.size))
-
-    def play(*args: Any) -> playing.Played:
-        return playing.Played(partial(way.played, run, comm.rank, *args))
-
-    def run(collective: str, x: Tensor, op: str = "sum") -> Tensor:
-        program = collectives.program(
-            collective, str(how.program), comm.size, x.nbytes, root=root, item=x.element_size()
-        )
-        return playing.play(program, comm, x, tuple(range(comm.size)), op, number=number)
-
     text, key = words
-    by_program = None if how.program is None else play
-    work = how.group.submit(text, way, begin, how.shared, key=key, row=row, play=by_program, unattended=False)
+    by = group.shares if shares is None else shares
+    work = group.submit(text, way, begin, by, key=key, row=row, unattended=False)
     Handle(work, None, comm.pending).wait()
 
 
-def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
+def played_sum(
+    comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str, op: str = "sum"
+) -> playing.Played:
     """The sum of a contiguous tensor in place over some ranks by an algorithm's program."""
     size, number = tensor.element_size(), comm.count_played(ranks)
     program = collectives.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
     flat = tensor.detach().view(-1)
-    return playing.Played(lambda: playing.play(program, comm, flat, ranks, number=number), comm.turns)
+    return playing.Played(lambda: playing.play(program, comm, flat, ranks, op, number=number), comm.turns)
 
 
 def _same(form: list[int], other: list[int]) -> bool:

@@ -7,10 +7,7 @@
 It is the same program that is verified, simulated and drawn. Only its number of chunks counts here, not the bytes that
 it was made for: chunk c of C begins at element n c // C, and stretches without elements are not sent.
 
-A program has equal chunks, one for each rank. For the operations of a Communicator, where ranks may have more rows than
-others, or none, parts are filled up to the size of the largest before they are sent. A program runs in the `wait` of
-its handle: it is this rank's own work. The operations have the arguments of those in shared memory
-(transport/shared.py).
+A sum by a program runs in the `wait` of its handle: it is this rank's own work.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -279,69 +275,17 @@ class _Player:
         return torch.empty(PIECE, dtype=torch.uint8, device=self.flat.device)
 
 
-# the operations of a Communicator -------------------------------------------------------------------------------------
-
-
-Play = Callable[..., Tensor]  # play(collective, flat tensor, op="sum")
-
-
-def allreduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
-    """Reduce a contiguous tensor in place."""
-    play("allreduce", x.view(-1), op)
-
-
-def reduce(play: Play, index: int, x: Tensor, op: str = "sum") -> None:
-    """Reduce a contiguous tensor in place on the root; the others' then have intermediate values."""
-    play("reduce", x.view(-1), op)
-
-
-def broadcast(play: Play, index: int, x: Tensor, root: int) -> None:
-    """Give a contiguous tensor of member `root` to all."""
-    play("broadcast", x.view(-1))
-
-
-def reduce_scatter(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[int], op: str = "sum") -> None:
-    """Reduce a contiguous tensor, each member keeping its part (of these sizes) in `into`."""
-    filled = _filled(x.view(-1).split(list(sizes)), max(sizes))
-    into.view(-1).copy_(play("reduce_scatter", filled, op)[: into.numel()])
-
-
-def all_gather(play: Play, index: int, into: Tensor, sizes: Sequence[int]) -> None:
-    """Collect the members' parts, of these sizes, end to end; this one's is at its place already."""
-    parts = into.view(-1).split(list(sizes))
-    filled = _filled(parts, max(sizes))
-    play("all_gather", filled)
-    for part, chunk in zip(parts, filled.split(max(sizes)), strict=True):
-        part.copy_(chunk[: part.numel()])
-
-
-def all_to_all(play: Play, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> None:
-    """Member k's part for member j has sizes[k][j] elements; in `into`, the parts for this member are end to end."""
-    most = max(map(max, sizes))
-    came = play("all_to_all", _filled(x.split(list(sizes[index])), most))
-    got = into.split([row[index] for row in sizes])
-    for part, chunk in zip(got, came.split(most), strict=True):
-        part.copy_(chunk[: part.numel()])
-
-
-def _filled(parts: Sequence[Tensor], size: int) -> Tensor:
-    whole = torch.zeros(size * len(parts), dtype=parts[0].dtype)
-    for part, chunk in zip(parts, whole.split(size), strict=True):
-        chunk[: part.numel()].copy_(part)
-    return whole
-
-
 class Played:
     """A program that runs in `wait`, after those in `turns` that were begun before it: ranks of several groups may wait
     for them in different orders. It takes the place of a backend's work."""
 
-    def __init__(self, run: Callable[[], object], turns: deque[Played] | None = None) -> None:
-        self._run, self._turns = run, deque[Played]() if turns is None else turns
+    def __init__(self, run: Callable[[], object], turns: deque[Played]) -> None:
+        self._run, self._turns = run, turns
         self._error: BaseException | None = None
         self._begun = False
         self._turns.append(self)
 
-    def wait(self, *_: timedelta) -> None:
+    def wait(self) -> None:
         """Run it, at the first call."""
         while not self._begun:
             self._turns.popleft()._play()
@@ -360,7 +304,3 @@ class Played:
     def is_completed(self) -> bool:
         """Whether it has run."""
         return self._begun
-
-    def get_future(self) -> Any:
-        """Always a RuntimeError: there is no future."""
-        raise RuntimeError("a program that is played does not call back")

@@ -38,11 +38,10 @@ CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
 class Way(NamedTuple):
-    """The three implementations of one collective: in shared.py and backend.py of transport/, and in playing.py."""
+    """The two implementations of one collective: in shared.py and backend.py of transport/."""
 
     shared: Callable[..., Steps]
     backend: Callable[..., Any]
-    played: Callable[..., None]
 
 
 @dataclass(eq=False)
@@ -148,7 +147,6 @@ class RankGroup:
         *,
         key: str | None = None,
         row: Sequence[int] = (),
-        play: Callable[..., Any] | None = None,
         unattended: bool = True,
     ) -> Collective:
         """Start a collective.
@@ -156,10 +154,10 @@ class RankGroup:
         text, key    what it is, for errors; and what of it must agree
         row          numbers of this rank
         arguments    what `way` gets, a function of the numbers of all ranks; None: there is nothing to do
-        shared       whether it goes through shared memory; else it is the backend's own, or `play` plays a program
+        shared       whether it goes through shared memory; else it is the backend's own
         unattended   whether it must go on while nobody waits for it
         """
-        backend = None if shared or play is not None else self.backend  # (made while all ranks are here)
+        backend = None if shared else self.backend  # (made while all ranks are here)
 
         def steps() -> Steps:
             if shared and not row and self.arena is not None:  # (announced with the first piece)
@@ -172,18 +170,20 @@ class RankGroup:
                 return None
             if shared:
                 return (yield from way.shared(self.arena, *given))
-            return way.backend(backend, self.index, *given) if play is None else play(*given)
+            return way.backend(backend, self.index, *given)
 
         return self._submit(text, steps(), unattended)
 
-    def meet(self, text: str = "barrier") -> None:
-        """Return when all members have called this. Meanwhile the driver can see what this rank waits for, and the wait
-        can be interrupted."""
+    def meet(self, text: str = "barrier", key: str | None = None, row: Sequence[int] = ()) -> list[list[int]]:
+        """Return when all members have called this; what `agree` gives. Meanwhile the driver can see what this rank
+        waits for, and the wait can be interrupted."""
+        found: list[list[int]] = []
 
         def steps() -> Steps:
-            yield from self.agree(text)
+            found.extend((yield from self.agree(text, key, row)))
 
         Handle(self._submit(text, steps(), False), None, self._pending).wait()
+        return found
 
     def _submit(self, text: str, steps: Steps, unattended: bool) -> Collective:
         return self.queue.submit(text, steps, unattended, not self.transport.on_host)
