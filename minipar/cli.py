@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -694,7 +699,7 @@ def _annotations(text: str) -> dict[str, str]:
     if path.suffix in (".json", ".toml"):
         try:
             content = path.read_text("utf-8")
-            found = json.loads(content) if path.suffix == ".json" else _toml(content)
+            found = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
         except OSError as error:
             raise PlanError(f"--annotate {text}: cannot be read ({error.strerror})") from None
         except ValueError as error:
@@ -714,14 +719,6 @@ def _annotations(text: str) -> dict[str, str]:
             raise PlanError(f"--annotate {pattern!r}: is there twice; keep one of the two")
         rules[pattern] = form
     return rules
-
-
-def _toml(content: str) -> Any:
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        raise PlanError("--annotate: reading TOML needs Python 3.11; possible is a JSON file") from None
-    return tomllib.loads(content)
 
 
 def _shard(options: argparse.Namespace) -> dict[str, Any]:

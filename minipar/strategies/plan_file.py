@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
 from minipar.program import collectives
@@ -30,11 +31,10 @@ from minipar.strategies.schedules import registry
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = None  # type: ignore[assignment, unused-ignore]
-
+else:
+    import tomli as tomllib
 
 VERSION = "0.2.0"  # of minipar, whose root a room below cannot import; a test compares the two
 
@@ -81,7 +81,7 @@ def read(content: str, name: str) -> Plan:
     from minipar.strategies.plan import Plan
 
     try:
-        table = tomllib.loads(content) if tomllib else flat(content)
+        table = tomllib.loads(content)
     except ValueError as error:
         raise PlanError(f"{name}: is no TOML ({error}); possible are lines such as pp = 2") from None
     for key, value in table.items():
@@ -96,30 +96,6 @@ def read(content: str, name: str) -> Plan:
         about = re.match(r"(?:plan key ')?(\w+)", error.reason)
         line = _line(content, about[1]) if about and about[1] in table else ""
         raise PlanError(f"{name}{line}: {error.reason}", error.details) from None
-
-
-def flat(content: str) -> dict[str, Any]:
-    """A text of such lines as a table, where Python has no reader of TOML (3.10). Values are numbers, true, false,
-    texts and lists on one line. Errors: ValueError, with the line."""
-    found: dict[str, Any] = {}
-    table = found
-    for number, line in enumerate(content.splitlines(), 1):
-        match = re.fullmatch(r'\s*(?:("(?:[^"\\]|\\.)*"|[\w-]+)\s*=\s*(.*?)|\[\s*([\w-]+)\s*\])?\s*(?:#[^"]*)?', line)
-        if match is None:
-            raise ValueError(f"at line {number}")
-        key, value, head = match.groups()
-        try:
-            if head is not None:
-                table = found.setdefault(head, {})
-            if key is not None:
-                plain = json.loads(key) if key.startswith('"') else key
-                if plain in table:
-                    raise ValueError(f"{plain} is there twice")
-                table[plain] = json.loads(re.sub(r",\s*\]$", "]", value))
-        except (ValueError, TypeError) as error:
-            why = "" if isinstance(error, json.JSONDecodeError) else f": {error}"
-            raise ValueError(f"at line {number}{why}") from None
-    return found
 
 
 def _check_own(plan: Plan) -> None:

@@ -344,7 +344,7 @@ class Trace:
 
     @staticmethod
     def from_kineto(sources: Source | Sequence[Source]) -> Trace:
-        """A trace from files of torch's profiler, one per rank, or of `to_perfetto`. See `kineto.from_kineto`."""
+        """A trace from files of torch's profiler, one per rank. See `kineto.from_kineto`."""
         from minipar.trace import kineto
 
         return kineto.from_kineto(sources)

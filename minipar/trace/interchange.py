@@ -6,7 +6,7 @@
              compute      |F0|B0|
 
 Formats: the Trace Event Format document, which chrome://tracing and Perfetto follow (complete, metadata, flow and
-counter events; times in microseconds). `kineto.py` reads such files.
+counter events; times in microseconds).
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from minipar.program import COLLECTIVES, TRANSFERS
 from minipar.program.rule import Place
 from minipar.trace import labels
 from minipar.trace.critical_path import messages
-from minipar.trace.kineto import OURS, Source, from_kineto
 
 if TYPE_CHECKING:
     from minipar.trace import Trace
-
-__all__ = ["Source", "from_kineto", "to_perfetto"]
 
 Entry = dict[str, Any]
 
@@ -68,8 +65,7 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str
     There is a process for each rank (pid = rank) and a thread for each stream. Slices of a thread never overlap: if
     instructions of a stream overlap (receives, which are posted ahead), some get another thread, `recv 0 (2)`. Times
     are microseconds from the first event, exact to the nanosecond. If the trace counts in units of the forward, one
-    unit is shown as 1 ms. `from_kineto` reads the file, but without the values that instructions read and write, and so
-    without memory. Errors: MiniparError for an empty trace, and for times that are not finite or run backwards.
+    unit is shown as 1 ms. Errors: MiniparError for an empty trace, and for times that are not finite or run backwards.
     """
     labels.check([trace])
     now = clock(trace)
@@ -82,10 +78,7 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str
     whole = {
         "displayTimeUnit": "ms",
         "otherData": {
-            "format": OURS, "kind": trace.kind, "unit": trace.unit, "note": trace.note, "name": trace.program.name,
-            "origin": now.origin, "scale": now.scale, "times": unit, "layers": trace.program.layers,
-            "microbatches": trace.program.microbatches, "steps": trace.program.steps,
-            "mesh": [list(axis) for axis in trace.program.mesh],
+            "kind": trace.kind, "note": trace.note, "name": trace.program.name, "times": unit, "unit": trace.unit
         },
         "traceEvents": events,
     }  # fmt: skip
@@ -143,10 +136,6 @@ def _slices(
             args["peer"] = ins.peer
         if ins.group:
             args["group"] = list(ins.group)
-        if ins.name:
-            args["name"] = ins.name
-        if event.end < event.start:
-            args["late"] = event.start - event.end  # how long after the message's arrival the receive was posted
         for name, version in (("version_used", event.version_used), ("version_applied", event.version_applied)):
             if version is not None:
                 args[name] = version
@@ -182,6 +171,3 @@ def _counters(trace: Trace, now: Nanoseconds) -> Iterable[Entry]:
         for k, time in enumerate(curve.times if kinds else []):
             args = {kind: column[k] for kind, column in kinds.items()}
             yield {"ph": "C", "name": f"memory ({unit})", "pid": rank, "tid": 0, "ts": now(time) / 1e3, "args": args}
-
-
-# Holistic Trace Analysis ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Import of traces from torch's profiler (Kineto, Chrome Trace Event JSON), and from `Trace.to_perfetto`.
+"""Import of traces from torch's profiler (Kineto, Chrome Trace Event JSON).
 
     torch.profiler.profile(...).export_chrome_trace("rank0.json")     on every rank
     Trace.from_kineto(["rank0.json", "rank1.json"]).plot()
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from minipar.trace import Trace
 
 Source = str | os.PathLike[str] | dict[str, Any]
-OURS = "minipar-perfetto/1"
 MESSAGE = re.compile(r"nccl|gloo:|mpi:|ucc:|c10d::", re.IGNORECASE)
 CALL = re.compile(r"c10d::|record_param_comms", re.IGNORECASE)  # the caller's side of a message, not the message
 BACKWARD = re.compile(r"autograd::engine|backward|AccumulateGrad|bwd", re.IGNORECASE)
@@ -64,19 +63,16 @@ def from_kineto(sources: Source | Sequence[Source]) -> Trace:
 
     Compute is on the stream `compute`, which counts as busy. Compute that overlaps it is on `compute (2)`, which does
     not count. The trace knows nothing about values, and so nothing about memory. Clocks of several machines are not
-    corrected. A file of `to_perfetto` gives its own instructions back.
+    corrected.
     Errors: MiniparError if a file cannot be read, is no JSON, has no traceEvents, no events to show, a duration
     that is negative or no number; or if two files are of one rank.
     """
+    from minipar.trace import Trace
+
     many = [sources] if isinstance(sources, (str, os.PathLike, dict)) else list(sources)
     if not many:
         raise MiniparError("no trace to import: give a file, or a list with one file per rank")
     files = [_load(source, f"trace {k}") for k, source in enumerate(many)]
-    ours = [_ours(data) for _, data in files]
-    if any(ours):
-        if len(files) > 1:
-            raise MiniparError("a trace of to_perfetto holds all ranks: import it alone")
-        return _exported(*files[0])
     ranked: dict[int, tuple[str, dict[str, Any]]] = {}
     for position, (label, data) in enumerate(files):
         rank = _rank(data, position)
@@ -97,18 +93,9 @@ def from_kineto(sources: Source | Sequence[Source]) -> Trace:
         layers=0, microbatches=1, groups=(), mesh=(("dp", len(rows)), ("pp", 1)), name="imported",
     )  # fmt: skip
     first = min(start for row in rows for start, _, _ in row)
-    return _trace(
-        program,
-        [[(start - first) / 1e9 for start, _, _ in row] for row in rows],
-        [[(end - first) / 1e9 for _, end, _ in row] for row in rows],
-        "measured", "bytes", "; ".join(notes),
-    )  # fmt: skip
-
-
-def _trace(program: Program, starts: Any, ends: Any, kind: str, unit: str, note: str) -> Trace:
-    from minipar.trace import Trace
-
-    return Trace(program, starts, ends, lambda rank, value: 0, kind, unit, (0,) * len(program.ranks), note)
+    starts = [[(start - first) / 1e9 for start, _, _ in row] for row in rows]
+    ends = [[(end - first) / 1e9 for _, end, _ in row] for row in rows]
+    return Trace(program, starts, ends, lambda rank, value: 0, "measured", "bytes", (0,) * len(rows), "; ".join(notes))
 
 
 # reading --------------------------------------------------------------------------------------------------------------
@@ -145,11 +132,6 @@ def _unpacked(raw: bytes, label: str) -> bytes:
                     f"{label} cannot be a trace: its {len(raw):,} bytes become more than {most:,}; unpack it first"
                 )
     return found.getvalue()
-
-
-def _ours(data: dict[str, Any]) -> bool:
-    other = data.get("otherData")
-    return isinstance(other, dict) and other.get("format") == OURS
 
 
 def _rank(data: dict[str, Any], position: int) -> int:
@@ -284,35 +266,3 @@ def _message(piece: CompleteEvent, row: int, order: dict[int, int]) -> Instructi
         group = tuple(order.values())
     stream = "group " + ",".join(map(str, group))
     return Instruction(Op.ALL_REDUCE, (), -1, 0, stream=stream, group=group, name=piece.name)
-
-
-# our own files --------------------------------------------------------------------------------------------------------
-
-
-def _exported(label: str, data: dict[str, Any]) -> Trace:
-    """The trace from a file of `to_perfetto`: instructions and times, without values and memory."""
-    about = data["otherData"]
-    try:
-        ranks = [e["pid"] for e in data["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"]
-        rows: list[list[tuple[int, float, float, Instruction]]] = [[] for _ in ranks]
-        origin, scale = about["origin"], about["scale"]
-        for event in _complete(data):
-            piece, args = _slice(label, event), event["args"]
-            ins = Instruction(
-                Op[args["op"]], tuple(args["layers"]), args["microbatch"], args["step"], stream=args["stream"],
-                peer=args.get("peer", -1), group=tuple(args.get("group", ())), name=args.get("name", ""),
-            )  # fmt: skip
-            if str(ins) != args["instruction"]:
-                ins = ins._replace(name=args["instruction"])
-            start, end = origin + piece.start / scale, origin + piece.end / scale
-            rows[event["pid"]].append((args["index"], start + args.get("late", 0.0), end, ins))
-        ordered = [sorted(row, key=lambda entry: entry[0]) for row in rows]
-        program = Program(
-            tuple(tuple(ins for *_, ins in row) for row in ordered), about["layers"], about["microbatches"], (),
-            tuple((name, size) for name, size in about["mesh"]), steps=about["steps"], name=about["name"],
-        )  # fmt: skip
-        kind, unit, note = about["kind"], about["unit"], about["note"]
-    except STUMBLES as error:
-        raise MiniparError(f"{label} is not a whole trace of to_perfetto: {type(error).__name__} {error}") from None
-    starts, ends = [[e[1] for e in row] for row in ordered], [[e[2] for e in row] for row in ordered]
-    return _trace(program, starts, ends, kind, unit, note)

@@ -24,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, cli, simulate
+from minipar import Plan, cli
 from minipar.cluster import magic
 from minipar.costs.device import DeviceSpec
 from minipar.errors import MiniparError, ProgramError
@@ -131,11 +131,6 @@ def read_program(data: Any) -> None:
 
 
 @cache
-def a_perfetto() -> Any:
-    return json.loads(simulate(Plan.parse("pp=2 microbatches=2").compile(layers=2)).to_perfetto())
-
-
-@cache
 def a_profile() -> Any:
     """What torch's profiler writes."""
     with torch.profiler.profile() as found:
@@ -162,7 +157,7 @@ def packed(draw: Any) -> bytes:
     """A compressed trace, of which some bytes differ, or a short file that is long when it is unpacked."""
     if not draw(st.integers(0, 9)):
         return _bomb()
-    data = bytearray(gzip.compress(json.dumps(draw(changed(a_perfetto))).encode("utf-8", "replace"), 1))
+    data = bytearray(gzip.compress(json.dumps(draw(changed(a_profile))).encode("utf-8", "replace"), 1))
     for _ in range(draw(st.integers(0, 3))):
         data[draw(st.integers(0, len(data) - 1))] ^= draw(st.integers(1, 255))
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
@@ -285,7 +280,6 @@ PARSERS = {
     "plans": Parser(read_plan, plans),
     "plan files": Parser(read_plan_file, toml),
     "programs": Parser(read_program, changed(a_program)),
-    "exported traces": Parser(read_kineto, changed(a_perfetto)),
     "profiles": Parser(read_kineto, changed(a_profile)),
     "compressed traces": Parser(read_kineto_file, packed()),
     "devices": Parser(read_device, device),

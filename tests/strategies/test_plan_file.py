@@ -90,18 +90,6 @@ def test_every_key_is_written_and_read():
     assert tried >= set(OTHER) - {"extra_passes"}
 
 
-@pytest.mark.parametrize("words", PLANS)
-def test_the_reader_for_python_310_reads_the_same(words, monkeypatch):
-    content = plan_file.text(Plan.parse(words))
-    assert plan_file.flat(content) == plan_file.tomllib.loads(content)
-    monkeypatch.setattr(plan_file, "tomllib", None)
-    assert plan_file.read(content, "a file") == Plan.parse(words)
-    with pytest.raises(PlanError, match=r"f.toml: is no TOML \(at line 2\)"):
-        plan_file.read("pp = 2\ndp: 3\n", "f.toml")
-    with pytest.raises(PlanError, match=r"f.toml: is no TOML \(at line 2: pp is there twice\)"):
-        plan_file.read("pp = 2\npp = 3\n", "f.toml")
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -1,4 +1,4 @@
-"""Traces in other tools' formats: what Perfetto needs, writing and reading again, and torch's own traces."""
+"""Traces in other tools' formats: what Perfetto needs, and torch's own traces."""
 
 import gzip
 import itertools
@@ -49,23 +49,19 @@ def exported(trace):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_there_and_back(name, tmp_path):
+def test_the_file_has_every_instruction_with_its_times_to_the_nanosecond(name, tmp_path):
     trace = TRACES[name]()
     assert trace.to_perfetto(tmp_path / "trace.json.gz") == str(tmp_path / "trace.json.gz")
     assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).decode() == trace.to_perfetto()
-    back = Trace.from_kineto(tmp_path / "trace.json.gz")
-    nanosecond = 1e-9 if name != "units" else 1e-6
-    for ours, theirs in ((trace.starts, back.starts), (trace.ends, back.ends)):
-        for row, other in zip(ours, theirs, strict=True):
-            assert other == pytest.approx(row, abs=nanosecond, rel=0)
-    for row, other in zip(trace.program.ranks, back.program.ranks, strict=True):
-        assert [(str(i), i.op, i.layers, i.microbatch, i.stream, i.peer, i.group) for i in row] == [
-            (str(i), i.op, i.layers, i.microbatch, i.stream, i.peer, i.group) for i in other
-        ]
-    assert (back.kind, back.unit, back.note) == (trace.kind, trace.unit, trace.note)
-    assert back.bubble_of_total() == pytest.approx(trace.bubble_of_total(), abs=1e-6)
-    assert back.program.mesh == trace.program.mesh
-    assert len(back.plot().axes) == len(trace.plot().axes)
+    found = {(e["pid"], e["args"]["index"]): e for e in slices(exported(trace))}
+    scale = 1e6 if name != "units" else 1e3  # microseconds; a unit is shown as a millisecond
+    for event in trace.events:
+        one, ins = found.pop((event.rank, event.index)), event.instruction
+        end, start = event.end - trace.span[0], min(event.start, event.end) - trace.span[0]
+        assert (one["ts"], one["ts"] + one["dur"]) == pytest.approx((start * scale, end * scale), abs=2e-3, rel=0)
+        args = (one["args"]["op"], one["args"]["layers"], one["args"]["microbatch"], one["args"]["stream"])
+        assert args == (ins.op.name, list(ins.layers), ins.microbatch, ins.stream)
+    assert not found
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -180,9 +176,7 @@ def test_a_real_profile(tmp_path):
     assert 0 < trace.bubble_of_total() < 1
     assert "aten::linear" in trace.to_html()
     assert "forward" in trace.to_svg()
-    back = Trace.from_kineto(json.loads(trace.to_perfetto()))
-    assert back.program.ranks == trace.program.ranks
-    assert back.starts[0] == pytest.approx(trace.starts[0], abs=1e-9, rel=0)
+    assert len(slices(exported(trace))) == len(row)
 
 
 def event(name, ts, dur, cat="cpu_op", tid=1, **args):
@@ -251,7 +245,6 @@ def test_kernels_of_a_gpu():
     assert {"forward", "copy", "collective (C)", "message"} <= {
         text.get_text() for legend in trace.plot().legends for text in legend.get_texts()
     }
-    assert Trace.from_kineto(json.loads(trace.to_perfetto())).program.ranks == trace.program.ranks
 
 
 def test_messages_on_the_cpu_and_files_without_ranks(tmp_path):
@@ -291,7 +284,6 @@ def test_messages_on_the_cpu_and_files_without_ranks(tmp_path):
         ([job(1, event("a", 1, 1)), job(1, event("a", 1, 1))], "trace 0 and trace 1 are both of rank 1"),
         ([job(1, event("a", 1, 1)), {"traceEvents": [event("a", 1, 1)]}], "both of rank 1"),
         ([job(0, event("a", 1, 1), baseTimeNanoseconds="x")], "must be a whole number"),
-        ({"otherData": {"format": "minipar-perfetto/1"}, "traceEvents": []}, "not a whole trace of to_perfetto"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_is_said_in_words(source, words):
@@ -319,14 +311,9 @@ def test_files_that_are_no_traces(content, words, tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_exports_of_all_ranks_are_imported_alone_and_empty_traces_not_exported(tmp_path):
-    whole = json.loads(predicted().to_perfetto())
-    with pytest.raises(MiniparError, match="holds all ranks"):
-        Trace.from_kineto([whole, whole])
-    empty = Trace(Program(((),), 0, 1, ()), [[]], [[]], lambda rank, value: 0)
-    for export in (empty.to_perfetto,):
-        with pytest.raises(MiniparError, match="empty"):
-            export()
+def test_empty_traces_are_not_exported():
+    with pytest.raises(MiniparError, match="empty"):
+        Trace(Program(((),), 0, 1, ()), [[]], [[]], lambda rank, value: 0).to_perfetto()
 
 
 def test_an_instruction_may_have_a_name_of_its_own():
