@@ -3,8 +3,9 @@
     python -m docs.site.build build/site              static files, to be served by anything: python -m http.server
     python -m docs.site.build build/site 01_*.ipynb   with these lessons only, and without the API
 
-Runs no cell of a lesson: pages show saved outputs. Errors: what Sphinx warns of, such as a link that leads nowhere,
-fails the build. Needs npm for what package.json names, and no network when it is read.
+Pages show the saved outputs of lessons. Errors: what Sphinx warns of, such as a link that leads nowhere, fails the
+build. Needs npm for what package.json names, PyPI for JupyterLite's wheels (lite.py), and no network when it is read;
+but for notebooks of JupyterLite that draw by matplotlib, which take it from Pyodide's server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from docs.site import api, engine, lessons, starting
+from docs.site import api, engine, lessons, lite, starting
 from minipar import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,7 @@ VIEWS = {
 
 def build(target: Path, names: Sequence[str] = ()) -> None:
     """Write the site with these lessons (default: all, their solutions, and the API) to a folder, emptied first."""
+    notebooks = lite.chosen() if lite.possible() and not names else []
     with tempfile.TemporaryDirectory() as work:
         pages = Path(work) / "pages"
         (pages / "explore").mkdir(parents=True)
@@ -83,9 +85,9 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
         (pages / "index.md").write_text(front(firsts["ScheduleExplorer"]))
         for name, (title, words) in VIEWS.items():
             (pages / "explore" / f"{name}.md").write_text(f"# {title}\n\n{words}\n\n{live(name, firsts[name], '../')}")
-        (pages / "explore" / "index.md").write_text(explore())
+        (pages / "explore" / "index.md").write_text(explore(bool(notebooks)))
         (pages / "write.md").write_text(write())
-        lessons.pages(pages / "learn", names)
+        lessons.pages(pages / "learn", names, notebooks)
         documents(pages / "docs", whole=not names)
         shutil.rmtree(target, ignore_errors=True)
         site = Sphinx(
@@ -98,8 +100,11 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
     if site.statuscode:
         raise SystemExit(site.statuscode)
     shutil.rmtree(target / ".doctrees", ignore_errors=True)
-    size = engine.build(target / "_static" / "site", engine.install(ROOT / "build" / "npm"))
-    print(f"{target}: a page loads {size / 1000:.0f} kB of minipar")
+    modules = engine.install(ROOT / "build" / "npm")
+    size = engine.build(target / "_static" / "site", modules)
+    if notebooks:
+        lite.build(target / "lite", modules, ROOT / "build" / "wheels", notebooks)
+    print(f"{target}: a page loads {size / 1000:.0f} kB of minipar; {len(notebooks)} notebooks in JupyterLite")
 
 
 def html(text: str) -> str:
@@ -136,11 +141,17 @@ def front(first: str) -> str:
     return f"# minipar\n\n{words}\n\n{live('ScheduleExplorer', first)}\n{doors(links)}\n{tree}"
 
 
-def explore() -> str:
-    """The list of the views."""
+def explore(notebooks: bool) -> str:
+    """The list of the views; and of notebooks, if there are any."""
+    places = [(f"{name}.html", *words) for name, words in VIEWS.items()]
+    if notebooks:
+        words = (
+            "JupyterLite: all views on one page, and lessons whose cells you change. It takes half a minute to start."
+        )
+        places.append(("../lite/lab/index.html?path=explorer.ipynb", "Notebooks", words))
     links = "".join(
-        f'<a class="mp-door" href="{name}.html"><b>{escape(title)}</b><span>{escape(words)}</span></a>'
-        for name, (title, words) in VIEWS.items()
+        f'<a class="mp-door" href="{place}"><b>{escape(title)}</b><span>{escape(said)}</span></a>'
+        for place, title, said in places
     )
     tree = "\n".join(["```{toctree}", ":hidden:", "", *VIEWS, "```", ""])
     words = "The engine itself runs in your browser, with nothing installed. Each view's address carries its state."

@@ -16,11 +16,13 @@ HOME = ROOT / "lessons"
 NAMES = "[0-9][0-9]*_*.ipynb"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
+ALONE = "in JupyterLite, without what needs torch or real ranks"
 _CHECK = re.compile(r"exercise\.check\(\w+, tasks\.\w+\)")
 
 
-def pages(target: Path, names: Sequence[str] = ()) -> None:
-    """Write the lessons of these names (default: all) with their solutions, and an index."""
+def pages(target: Path, names: Sequence[str] = (), notebooks: Sequence[Path] = ()) -> None:
+    """Write the lessons of these names (default: all) with their solutions, and an index. `notebooks` are those that
+    JupyterLite has, too."""
     chosen = [path for path in sorted(HOME.glob(NAMES)) if not names or path.name in names]
     parts = [*chosen, *(HOME / "solutions" / path.name for path in chosen)]
     known = dict.fromkeys((*parts, *PAGES), "")
@@ -31,6 +33,11 @@ def pages(target: Path, names: Sequence[str] = ()) -> None:
         notebook = prepared(json.loads(path.read_text()), path, known)
         if path in answers:
             add_exercises(notebook, {k: one for k, one in answers[path].items() if one in passing})
+        if path in notebooks:
+            place = (
+                f'<p><a href="../lite/notebooks/index.html?path={path.name}">Run it in the browser</a>: {ALONE}.</p>'
+            )
+            notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "id": "lite", "source": place})
         (target / path.relative_to(HOME)).write_text(json.dumps(notebook))
     solutions = "# Solutions\n\n" + tree([path.stem for path in chosen])
     (target / "solutions" / "index.md").write_text(solutions)

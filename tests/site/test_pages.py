@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from docs.site import build, lessons, starting
+from docs.site import build, engine, lessons, lite, starting
 from minipar_widgets import exploring
 from minipar_widgets.addresses import words_of
 from minipar_widgets.base import Explorer
@@ -161,7 +161,7 @@ def test_exercises_are_checked_in_the_lesson(opened: Opened) -> None:
 
 
 def test_every_page_has_what_it_shows_and_every_link_leads_somewhere(site: Path) -> None:
-    pages = [page for page in sorted(site.rglob("*.html")) if "_static" not in page.parts]
+    pages = [page for page in sorted(site.rglob("*.html")) if not {"_static", "lite"} & set(page.parts)]
     assert len(pages) > 30
     for page in pages:
         text = page.read_text()
@@ -181,3 +181,17 @@ def test_the_readme_begins_with_the_sites_address() -> None:
     start = (build.ROOT / "README.md").read_text().partition("\n## ")[0]
     assert re.search(r"\]\((https://[^)]+)\)", start)[1] == build.ADDRESS  # type: ignore[index]
     assert re.search(r"!\[[^\]]+\]\(docs/gallery/ScheduleExplorer\.png\)", start)
+
+
+@pytest.mark.extra("site/test_lite.py::test_cells_on_real_ranks_are_left_out_and_what_needs_no_torch_stays")
+def test_the_explorer_runs_in_jupyterlite(opened: Opened, site: Path) -> None:
+    """The kernel starts with nothing from elsewhere, installs minipar, and views draw."""
+    pytest.importorskip("jupyterlite_core")
+    modules = engine.install(engine.ROOT / "build" / "npm")
+    lite.build(site / "lite", modules, engine.ROOT / "build" / "wheels", [lessons.HOME / "explorer.ipynb"])
+    page = opened("lite/notebooks/index.html?path=explorer.ipynb", live=False, strict=False)
+    page.set_default_timeout(200_000)
+    page.get_by_role("menuitem", name="Run").first.click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.locator(".mp-caption", has_text="time 33").first.wait_for()
+    page.locator(".jp-OutputArea-output canvas").nth(2).wait_for()

@@ -62,8 +62,13 @@ class Shown:
         return words.picture(self.problem, dark) if self.problem else self.picture(dark)
 
     def static(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The output without the live widget: PNG with its alternative text, and the line."""
-        line, png = self._line(), self._png(None)
+        """The output without the live widget: PNG with its alternative text, and the line. Where nothing can draw a
+        PNG, as in JupyterLite without NumPy, the line alone."""
+        line = self._line()
+        try:
+            png = self._png(None)
+        except ImportError:
+            return {"text/plain": line}, {}
         data = {"image/png": base64.b64encode(png).decode(), "text/plain": line}
         return data, {"image/png": {"alt": line, "width": int.from_bytes(png[16:20], "big") // words.FINE}}
 
