@@ -100,6 +100,8 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
     if site.statuscode:
         raise SystemExit(site.statuscode)
     shutil.rmtree(target / ".doctrees", ignore_errors=True)
+    for page in (target / "docs" / "api").glob("*.html"):  # (Sphinx makes a list of definitions of a signature's lines)
+        page.write_text(page.read_text().replace("<dl>\n<dd>", '<dl role="presentation">\n<dd>'))
     modules = engine.install(ROOT / "build" / "npm")
     size = engine.build(target / "_static" / "site", modules)
     if notebooks:

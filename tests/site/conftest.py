@@ -67,8 +67,17 @@ def opened(address: str, chromium: Any) -> Iterator[Opened]:
     """Opens a page of the site. At its end nothing has gone wrong in it, and it has asked for nothing elsewhere."""
     pages, wrong = [], []
 
-    def open_page(path: str, width: int = 1280, colours: str = "light", live: bool = True, strict: bool = True) -> Any:
+    def open_page(
+        path: str,
+        width: int = 1280,
+        colours: str = "light",
+        live: bool = True,
+        strict: bool = True,
+        python: bool = True,
+    ) -> Any:
         page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=colours)
+        if not python:  # (as a browser that cannot run it)
+            page.add_init_script("delete globalThis.Worker")
         page.set_default_timeout(60_000)  # (a loaded machine starts Python in half of it)
         if strict:  # (JupyterLite looks for files that its server does not have)
             page.on("console", complain)

@@ -90,6 +90,34 @@ def test_what_needs_numpy_says_so() -> None:
     assert "needs NumPy, which is missing here; possible are none, sqrt" in json.dumps(said["changes"])
 
 
+HARM = """
+from minipar.errors import MiniparError
+from minipar_widgets.live import VIEWS, made
+from minipar_widgets.page import Page
+found = []
+for name in VIEWS:
+    view = made(name)
+    page = Page(view)
+    for word in (*view.address(), "other"):
+        try:
+            view.follow({word: given})
+            said = ""
+        except MiniparError as error:
+            said = str(error)
+        changes = page.changes()
+        said = said or [one["state"]["problem"] for one in changes if one["state"].get("problem")]
+        shown = [one["state"]["value"] for one in changes if one["kind"] == "HTML" and "value" in one["state"]]
+        found.append([name, word, bool(said), [text for text in shown if "<img" in text]])
+"""
+
+
+def test_what_an_address_says_is_refused_as_text() -> None:
+    """Of all views, for each word of their addresses; test_pages.py tries it in a browser."""
+    found = starting.alone(HARM, "<img src=x onerror=hacked=1>")
+    assert [one for one in found if one[2:] != [True, []]] == []
+    assert len(found) > 70
+
+
 NPM = shutil.which("node") and shutil.which("npm")
 
 
