@@ -6,8 +6,8 @@ It has two parts, because four ranks on a laptop's two cores can show only one o
                 passed, so that the timeline has the schedule's true shape. Numbers and messages are real.
     the speed   data parallel over the real cores, beside plain torch on one of them
 
-It prints both, and writes one self-contained HTML page. The text that it trains on is the source of Python's standard
-library.
+It prints both, and writes one self-contained HTML page with the timeline of the first. The text that it trains on is
+the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 
 import torch
@@ -24,7 +25,6 @@ from minipar import data, models
 from minipar.cluster import Cluster
 from minipar.prediction.oversubscription import available_cores
 from minipar.strategies.plan import Plan
-from minipar.trace.webpage import table
 from minipar.training.reference import gradient_error
 from minipar.training.training import Run, train
 from minipar.wording import several
@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default="demo.html", help="the page to write (default demo.html)")
     parser.add_argument("--picture", help="write the picture alone, too, as PNG or SVG")
     options = parser.parse_args(arguments)
+    if find_spec("anywidget") is None:
+        parser.error('the page needs anywidget: pip install "minipar[lab]"')
 
     begin = time.perf_counter()
     shape = models.shape(MODEL)
@@ -58,10 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     with Cluster(Plan.parse(speed).ranks) as cluster:
         fast = trained(speed, cluster, options.steps, options.batch, check=False)
     print(speed_report(fast))
-    write_page(drawn, fast, what, options.out)
+    both = drawn.trace.compare(drawn.predicted)
+    both.show().to_html(options.out)
     if options.picture:
-        drawn.trace.compare(drawn.predicted).plot().savefig(options.picture, dpi=192)
-    print(f"{options.out} has the timeline and the memory; {time.perf_counter() - begin:.0f} s in all")
+        both.plot().savefig(options.picture, dpi=192)
+    print(f"{options.out} has the timeline of the first and its memory; {time.perf_counter() - begin:.0f} s in all")
     return 0 if first_error(drawn) <= 1e-5 and loss_error(fast) <= 1e-2 else 1
 
 
@@ -148,36 +151,6 @@ def per_rank(run: Run) -> list[tuple[str, str, str]]:
     """Per rank: bytes sent in a step, predicted and measured peak memory, as text."""
     peaks = zip(run.bytes_sent, run.predicted.peak_memory(), run.trace.peak_memory(), strict=True)
     return [(_mib(sent), _mib(predicted), _mib(measured)) for sent, predicted, measured in peaks]
-
-
-def write_page(drawn: Run, fast: Run, what: str, path: str) -> None:
-    """Write the self-contained page: timeline, predicted over measured, memory curves, losses, numbers."""
-    assert fast.reference is not None
-    losses = [
-        (step, f"{mine:.6f}", f"{plain:.6f}")
-        for step, (mine, plain) in enumerate(zip(fast.losses, fast.reference.losses, strict=True))
-    ]
-    ranks = [(rank, *row) for rank, row in enumerate(per_rank(drawn))]
-    both = predicted, measured = drawn.predicted, drawn.trace
-    drawn.trace.compare(drawn.predicted).to_html(
-        path,
-        heading="A GPT on four ranks, predicted and measured",
-        intro=f"{what}, trained on the source text of Python's standard library. The picture is of the plan {SHAPE} on "
-        f"four emulated devices ({DEVICE} for each micro-batch): numbers and messages are real, only the time of the "
-        f"computations is a device's. The losses are of {fast.plan} on the real cores.",
-        facts=[
-            ("Step time, emulated", f"{predicted.time * 1e3:.1f} ms predicted, {measured.time * 1e3:.1f} ms measured"),
-            ("Bubble, of total", "{:.1%} predicted, {:.1%} measured".format(*(t.bubble_of_total() for t in both))),
-            ("Bubble, of ideal", "{:.1%} predicted, {:.1%} measured".format(*(t.bubble_of_ideal() for t in both))),
-            ("Gradient error, first step", f"{first_error(drawn):.1e} against plain torch (float32)"),
-            ("Step time on the real cores", "; ".join(speed_lines(fast))),
-            ("Prediction", predicted.note),
-        ],
-        sections=[
-            ("Memory and messages", table(["rank", "sent a step", "peak predicted", "peak measured"], ranks)),
-            ("Losses", table(["step", f"minipar, {fast.plan}", "plain torch, 1 process"], losses)),
-        ],
-    )  # fmt: skip
 
 
 def _mib(size: float) -> str:

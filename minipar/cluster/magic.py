@@ -7,7 +7,7 @@
     comm.allreduce(x)
 
 `%%ranks [n] [--only 0,2] [--in f,x] [--out name] [--quiet]`: see `Cells.cell`; `%ranks` says which ranks are running,
-`%ranks NAME` takes those in a variable of the notebook, and `%ranks close` ends them.
+and `%ranks close` ends them.
 
 The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What
 ranks print is shown while they run, as by `Cluster.run`. Nothing here needs torch or IPython to be imported.

@@ -15,7 +15,6 @@ from minipar.program import (
     Op,
     Program,
     Value,
-    collectives,
     grad,
     home,
     piece_of,
@@ -107,36 +106,15 @@ def sent(program: Program, size: Size, rank: int, ins: Instruction) -> int:
     return 0
 
 
-def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tuple[int, Receiver], int]:
-    """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the way;
-    or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
+def by_link(program: Program, size: Size) -> dict[tuple[int, Receiver], int]:
+    """Bytes sent for each (source, target). Of collectives the target is the group."""
     links: dict[tuple[int, Receiver], int] = {}
     for rank, row in enumerate(program.ranks):
         for ins in row:
-            if ins.op is Op.SEND:
-                found: dict[Receiver, int] = {ins.peer: sent(program, size, rank, ins)}
-            elif ins.op not in COLLECTIVES:
-                continue
-            elif algorithm == "backend":
-                found = {ins.group: sent(program, size, rank, ins)}
-            else:
-                found = _by_algorithm(program, size, rank, ins, algorithm)
-            for target, count in found.items():
-                if count:
-                    links[rank, target] = links.get((rank, target), 0) + count
+            target: Receiver = ins.peer if ins.op is Op.SEND else ins.group
+            if (ins.op is Op.SEND or ins.op in COLLECTIVES) and (count := sent(program, size, rank, ins)):
+                links[rank, target] = links.get((rank, target), 0) + count
     return links
-
-
-def _by_algorithm(program: Program, size: Size, rank: int, ins: Instruction, algorithm: str) -> dict[Receiver, int]:
-    """What a rank sends to each other one in a collective by an algorithm."""
-    whole = round(of_collective(program, size, rank, ins))
-    moves = collectives.program(NAMES[ins.op], algorithm, len(ins.group), whole)
-    found: dict[Receiver, int] = {}
-    for move in moves.ranks[ins.group.index(rank)]:
-        if move.op is Op.SEND:
-            target = ins.group[move.peer]
-            found[target] = found.get(target, 0) + sum(moves.chunks[c] for c in move.layers)
-    return found
 
 
 def by_kind(program: Program, size: Size) -> dict[str, int]:

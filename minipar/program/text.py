@@ -124,10 +124,4 @@ def _instruction(rank: int, index: int, entry: Any, named: Callable[[Iterable[in
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return _read(data, "staleness", _staleness) if "staleness" in data else Synchronous()
-
-
-def _staleness(found: list[Any]) -> Staleness:
-    return Staleness(
-        *(found[:4] if found[4:] == [0] else found)
-    )  # (programs of before end with a number of local steps)
+    return _read(data, "staleness", lambda found: Staleness(*found)) if "staleness" in data else Synchronous()

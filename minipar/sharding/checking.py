@@ -60,7 +60,6 @@ def check_rule(
     *given: Any,
     name: str = "",
     line: str = "",
-    linear: tuple[int, ...] = (),
     choice: Choice | None = None,
     ranks: int = 2,
     pieces: Sequence[tuple[int, forms.Placement]] = (),
@@ -70,7 +69,7 @@ def check_rule(
 
     function, given, options   an operator of torch or of your own, and what to call it with
     name                       under which its rule stands, such as "mylib::op"; default torch's name
-    line, linear               try this rule instead; it is not kept
+    line                       try this rule instead; it is not kept
     choice                     only this one, right or wrong
     pieces                     placements such as (0, S(2, 3)) of inputs that shall be tried, too
 
@@ -91,7 +90,7 @@ def check_rule(
         kept = RULES.get(operator.op)
         try:
             if line:
-                rule(operator.op, line, linear)
+                rule(operator.op, line)
             elif kept is None:
                 raise PlanError(
                     f"{operator.op} has no rule; add one with rule({operator.op!r}, 'bk,kn->bn') or the like"

@@ -272,10 +272,10 @@ class Trace:
         """For each rank, the bytes sent in the whole program."""
         return self._of_each(lambda rank: sum(self.sent(rank, ins) for ins in self.program.ranks[rank]))
 
-    def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Receiver], int]:
-        """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
-        way; or the ranks that an algorithm of `program.collectives` sends to, such as "ring". PlanError for others."""
-        return comm_volume.by_link(self.program, self.size, algorithm) if self.unit == "bytes" else {}
+    def bytes_by_link(self) -> dict[tuple[int, comm_volume.Receiver], int]:
+        """Bytes sent for each (source, target). Of collectives the target is the group, within which the backend
+        chooses the way."""
+        return comm_volume.by_link(self.program, self.size) if self.unit == "bytes" else {}
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes sent by all ranks together for each kind of value: parameters, gradients, activations (with their
@@ -314,24 +314,11 @@ class Trace:
         return drawing.draw([self], **options)
 
     def show(self, **options: Any) -> Timeline:
-        """The interactive picture, in which you can zoom, ask and play. It has the options of
-        `minipar_widgets.Timeline`."""
+        """The interactive picture, in which you can zoom, ask and play, with the options of `minipar_widgets.Timeline`;
+        `show().to_html(path)` writes a page with it."""
         from minipar_widgets import Timeline
 
         return Timeline(self, **options)
-
-    def to_svg(self, **options: Any) -> str:
-        """The picture as SVG text, with a title and a description for screen readers."""
-        from minipar.trace import drawing
-
-        return drawing.svg([self], **options)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """One self-contained page with the picture and its numbers as a table; or, if `path` is given, the path that it
-        was written to."""
-        from minipar.trace import drawing
-
-        return drawing.page([self], path, **options)
 
     # in and out ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,16 +97,3 @@ class Comparison:
         from minipar_widgets import Timeline
 
         return Timeline(self.trace, self.other, **options)
-
-    def to_svg(self, **options: Any) -> str:
-        """The picture of both as SVG text."""
-        from minipar.trace import drawing
-
-        return drawing.svg([self.other, self.trace], **options)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """One self-contained page with both timelines, memory and numbers; or, if `path` is given, the path that it was
-        written to."""
-        from minipar.trace import drawing
-
-        return drawing.page([self.other, self.trace], path, **options)

@@ -6,15 +6,13 @@
             measured, filled
     memory  _/--\\__                     a step curve per rank, its peak marked
 
-`draw` gives a matplotlib figure that shows itself in a notebook, `svg` an image as text, `page` (webpage.py) a
-self-contained HTML page, `text` (terminal.py) letters and digits. matplotlib loads on first use.
+`draw` gives a matplotlib figure that shows itself in a notebook, `text` (terminal.py) letters and digits. matplotlib
+loads on first use.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import MiniparError
@@ -35,18 +33,16 @@ from minipar.trace.figure import (
 )
 from minipar.trace.shades import Shades
 from minipar.trace.terminal import text
-from minipar.trace.webpage import page, table
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "page", "svg", "table", "text"]
+__all__ = ["draw", "text"]
 
 Span = tuple[float, float]
 RANK_MARKERS = "osDv^PX*"
-MANY_BARS = 20_000  # more bars than this are stored as pixels in an SVG
 MANY_NUMBERS = 5_000
 SIZES = (9.0, 8.0, 7.0, 6.0, 5.2)  # of the words on bars, in points
 FEW_RANKS = 6  # up to so many, both traces of a comparison have lanes
@@ -103,22 +99,6 @@ def draw(
             axes.set_xlim(span[0], span[1] + (0 if window else 2 / layout.points(span)))  # room for the last edge
         lowest.set_xlabel(clock.label, color=INK, fontsize=8.5)
     return layout.figure
-
-
-def svg(traces: Sequence[Trace], **options: Any) -> str:
-    """The picture of `draw` (with its options) as one `<svg>` element, described in words for screen readers."""
-    import matplotlib
-
-    figure = draw(traces, **options)
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "minipar", "svg.fonttype": "path"}):  # the same text every time
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing, dpi=200, facecolor=PAPER)
-    whole = file.getvalue()
-    opening, rest = whole[whole.index("<svg") :].split(">", 1)
-    name = escape("Timeline: " + (options.get("title") or traces[0].program.name or "a program made by hand"))
-    words = escape(labels.description(traces))
-    return f'{opening} role="img" aria-label="{name}">\n <title>{name}</title>\n <desc>{words}</desc>{rest}'
 
 
 def _folds(traces: Sequence[Trace], unfold: bool) -> bool:
@@ -227,7 +207,7 @@ def _draw_bars(
     axes.add_collection(
         PolyCollection(
             _boxes(start, end, top, bottom), linewidths=0.0 if narrow else 1.2 if outlined else 0.6,
-            hatch=look.hatch or None, label=kind, gid=gid, rasterized=len(bars) > MANY_BARS, zorder=2, **style,
+            hatch=look.hatch or None, label=kind, gid=gid, zorder=2, **style,
         ),
         autolim=False,
     )  # fmt: skip
@@ -246,7 +226,7 @@ def _draw_bands(
         boxes = _boxes(bars[:, 1] + inset, bars[:, 2] - inset, y + low - 0.13 * tall, y + low)
         face: Any = (look.tone, 0.55) if outlined else look.tone
         axes.add_collection(
-            PolyCollection(boxes, linewidths=0, facecolors=face, rasterized=len(bars) > MANY_BARS, zorder=2.5),
+            PolyCollection(boxes, linewidths=0, facecolors=face, zorder=2.5),
             autolim=False,
         )
     return zone[1] - (0.04 + 0.19 * look.bands) * tall

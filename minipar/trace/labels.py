@@ -210,10 +210,9 @@ def duration(trace: Trace, time: float) -> str:
     return f"{number(time * 1e3)} ms" if in_seconds(trace) else f"{time:.6g}"
 
 
-def number(x: float, among: float = 0.0) -> str:
-    """A number with about four digits, without an exponent. In a column whose largest number is `among`, it gets the
-    same number of decimals as that one."""
-    size = max(abs(x), abs(among))
+def number(x: float) -> str:
+    """A number with about four digits, without an exponent."""
+    size = abs(x)
     digits = 3 if size < 10 else 2 if size < 100 else 1
     return f"{x:,.{digits}f}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from minipar.trace import Trace
 from minipar.trace.memory_series import ALL_KINDS, Peak, mib
-from minipar.trace.webpage import image, table
+from minipar.trace.tables import image, table
 
 
 class Peaks(list[Peak]):

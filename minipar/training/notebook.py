@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from minipar.trace.memory_series import mib
-from minipar.trace.webpage import image, table
+from minipar.trace.tables import image, table
 
 if TYPE_CHECKING:
     from minipar.training.training import Run

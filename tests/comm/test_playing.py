@@ -139,7 +139,7 @@ def test_what_was_measured_is_a_trace_of_the_program(cluster: Cluster) -> None:
     for rank, row in enumerate(one.ranks):
         arrivals = [trace.ends[rank][k] for k, ins in enumerate(row) if ins.op is Op.RECV]
         assert all(there > sent for sent, there in zip(sends[(rank - 1) % cluster.size, rank], arrivals, strict=True))
-    assert "reduce" in trace.compare(predicted).to_svg()
+    assert trace.compare(predicted).plot().axes
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,10 @@
 import base64
 import io
 import itertools
-import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import matplotlib
 import numpy as np
@@ -186,8 +183,6 @@ def test_comparison_draws_the_prediction_first():
     comparison = measured.compare(predicted)
     labels = [t.get_text() for t in comparison.plot().axes[0].get_yticklabels()]
     assert labels[:2] == ["rank 0 predicted", "measured"]
-    assert comparison.to_svg() == drawing.svg([predicted, measured])
-    assert comparison.to_html() == drawing.page([predicted, measured])
 
 
 # words ----------------------------------------------------------------------------------------------------------------
@@ -497,122 +492,9 @@ def test_matplotlib_loads_late_and_pyplot_never():
         "import sys, minipar.trace.drawing as d; assert 'matplotlib' not in sys.modules; "
         "from minipar import Plan, simulate; t = simulate(Plan(pp=2).compile(layers=2)); "
         "d.text(t); assert 'matplotlib' not in sys.modules; "
-        "t.plot(); t.to_svg(); assert 'matplotlib.pyplot' not in sys.modules; assert 'torch' not in sys.modules"
+        "t.plot(); assert 'matplotlib.pyplot' not in sys.modules; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# SVG ------------------------------------------------------------------------------------------------------------------
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_svg_is_whole_described_and_self_contained():
-    predicted, measured = pair(pp=2, dp=2, microbatches=4)
-    text = drawing.svg([predicted, measured], title="pp=2 & <dp=2>")
-    root = ElementTree.fromstring(text)
-    assert root.tag == f"{SVG}svg"
-    assert root.get("role") == "img"
-    assert root.get("aria-label") == root.find(f"{SVG}title").text == "Timeline: pp=2 & <dp=2>"
-    description = root.find(f"{SVG}desc").text
-    assert f"Measured timeline of 4 ranks: time {measured.time * 1e3:.1f} ms" in description
-    groups = {g.get("id"): g for g in root.iter(f"{SVG}g")}
-    for trace in (predicted, measured):
-        forwards = sum(ins.op is Op.FORWARD for row in trace.program.ranks for ins in row)
-        drawn = groups[f"{trace.kind}-forward"]
-        assert (
-            len(list(drawn.iter(f"{SVG}use")) or [p for p in drawn.iter(f"{SVG}path") if p.get("clip-path")])
-            == forwards
-        )
-    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert drawing.svg([predicted, measured], title="pp=2 & <dp=2>") == text  # the same every time
-
-
-# HTML -----------------------------------------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """Tags with attributes, the texts of table cells, and whether every element is closed."""
-
-    VOID = ("meta", "br", "link", "img")
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.cells, self.words = [], [], [], ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
-        elif "style" not in self.open:
-            self.words += data
-
-
-def test_page_has_the_picture_and_its_numbers(tmp_path):
-    predicted, measured = pair(pp=2, dp=2, microbatches=4)
-    assert drawing.page([predicted, measured], tmp_path / "page.html", heading="Four ranks").endswith("page.html")
-    text = drawing.page([predicted, measured], heading="Four ranks")
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == text
-    page = Page(text)
-    names = [tag for tag, _ in page.tags]
-    assert text.startswith("<!doctype html>")
-    assert names.count("svg") == 1
-    assert "Four ranks" in page.words
-    for trace in (predicted, measured):
-        assert trace.summary() in page.words
-        for rank in range(4):
-            assert f"{trace.busy[rank] * 1e3:.1f}" in page.cells
-            assert f"{(trace.time - trace.busy[rank]) * 1e3:.1f}" in page.cells
-            assert f"{1 - trace.busy[rank] / trace.time:.1%}" in page.cells
-            assert f"{trace.peak_memory()[rank] / MiB:.2f}" in page.cells
-            assert f"{trace.peak_by_kind(rank)['activations'] / MiB:.2f}" in page.cells
-            assert f"{trace.bytes_sent()[rank] / MiB:.2f}" in page.cells
-    assert "of it data" in page.cells
-    for row in predicted.program.ranks:
-        for ins in row:
-            assert str(ins) in page.cells
-    assert f"Instructions: {len(predicted.program)} of {len(predicted.program)} (predicted and measured)" in page.words
-    assert sum(cell.startswith("predicted start") for cell in page.cells) == 1
-
-
-def test_page_asks_the_network_for_nothing():
-    text = drawing.page(list(pair(pp=2, microbatches=4)), facts=[("a", 1)], sections=[("b", "<p>c</p>")])
-    for tag, attributes in Page(text).tags:
-        assert tag not in ("script", "link", "iframe", "img")
-        for name, value in attributes.items():
-            if "://" in (value or ""):
-                assert name.startswith("xmlns")
-    assert "url(http" not in text
-    assert "@import" not in text
-
-
-def test_page_can_be_read_in_the_dark_by_keyboard_and_on_paper():
-    text = drawing.page([unit(pp=2, microbatches=4)])
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
-    page = Page(text)
-    picture = text[text.index("<svg") : text.index("</svg>")]
-    assert "var(--ink)" in picture
-    assert not re.search("#1a1a1a|#ffffff|#dcdcdc", picture)  # no paper colour is left behind
-    assert "#0072b2" in picture
-    regions = [a for tag, a in page.tags if a.get("role") == "region"]
-    assert len(regions) >= 3
-    assert all(a.get("tabindex") == "0" and a.get("aria-label") for a in regions)
-    assert dict(page.tags)["html"]["lang"] == "en"
 
 
 # text -----------------------------------------------------------------------------------------------------------------

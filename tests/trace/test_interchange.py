@@ -174,8 +174,6 @@ def test_a_real_profile(tmp_path):
     whole = max(e["ts"] + e["dur"] for e in raw) - min(e["ts"] for e in raw)
     assert trace.time >= whole * 1e-6 * (1 - 1e-6)
     assert 0 < trace.bubble_of_total() < 1
-    assert "aten::linear" in trace.to_html()
-    assert "forward" in trace.to_svg()
     assert len(slices(exported(trace))) == len(row)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from minipar import MiniparError, Plan, PlanError, simulate
+from minipar import MiniparError, Plan, simulate
 from minipar.program import Group, Instruction, Op, Part, Program, Value
 from minipar.trace import Trace, labels
 from tests.interpreters import compiled, shape
@@ -141,11 +141,7 @@ def test_bytes_on_the_wire():
     messages = {(0, 1): 12 * MiB, (1, 0): 8 * MiB, (2, 3): 12 * MiB, (3, 2): 8 * MiB}
     groups = {(0, (0, 2)): reduced, (2, (0, 2)): reduced, (1, (1, 3)): reduced, (3, (1, 3)): reduced}
     assert trace.bytes_by_link() == messages | groups
-    rings = {(0, 2): reduced, (2, 0): reduced, (1, 3): reduced, (3, 1): reduced}
-    assert trace.bytes_by_link("ring") == messages | rings
     assert trace.bytes_by_kind() == {"activations": 40 * MiB, "gradients": 4 * reduced}
-    with pytest.raises(PlanError, match="allreduce: algorithm 'rang' is unknown; possible are ring, tree"):
-        trace.bytes_by_link("rang")
     assert sum(event.bytes for event in trace.events) == sum(trace.bytes_sent())
     assert simulate(plan.compile(layers=4)).bytes_sent() == [0] * 4  # units of activations are no bytes
 
