@@ -21,6 +21,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.compression import Compressor
 from minipar.comm.handles import Handle
 from minipar.errors import RankError
+from minipar.models.tensors import laid_out
 from minipar.program import Instruction, Op, piece_of
 
 
@@ -106,7 +107,7 @@ class Buckets:
             for g in ins.layers if ins.layers not in self.buffers else ():
                 self._note_missing(g)
                 for p in self.groups[g]:
-                    p.grad = missing.like(p) if p.grad is None else p.grad.contiguous()
+                    p.grad = missing.like(p) if p.grad is None else laid_out(p.grad)
             return [
                 handle
                 for key, flat, shapes in self._messages(ins)
@@ -121,8 +122,8 @@ class Buckets:
             for p in self.groups[g]:
                 if p.grad is None:
                     p.grad = missing.like(p)
-                elif not p.grad.is_contiguous():
-                    p.grad = p.grad.contiguous()
+                else:
+                    p.grad = laid_out(p.grad)
                 handles.append(comm.iallreduce(p.grad, ins.group, str(ins), self.algorithm))
         return handles
 

@@ -22,6 +22,7 @@ import torch
 from minipar.cluster import worker
 from minipar.comm import operations, playing, values
 from minipar.comm.handles import Handle, to_host
+from minipar.comm.missing import real
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
@@ -242,6 +243,7 @@ class Communicator:
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous():
             raise RankError(f"a tensor of strides {tensor.stride()} cannot be summed in place; use .contiguous()")
+        tensor = real(tensor)
         if algorithm is not None and algorithm in collectives.names("allreduce"):
             return Handle(operations.played_sum(self, tensor, ranks, str(algorithm)), tensor, self.pending)
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
@@ -261,6 +263,7 @@ class Communicator:
         The tensor is len(ranks) parts of the size of `into`; `into` becomes the sum of the parts at this rank's place,
         or is added to (`add`), until `wait` returns.
         """
+        tensor, into = real(tensor), real(into)
         if len(ranks) == 1 and ranks[0] == self.rank:
             (into.add_ if add else into.copy_)(tensor)
             return Handle(None, None, self.pending)

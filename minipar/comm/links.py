@@ -39,7 +39,7 @@ from torch import Tensor
 
 from minipar.comm.communicator import Communicator, Handle
 from minipar.errors import RankError
-from minipar.models.tensors import allocate, differentiable, has_tensors, spec, tensors
+from minipar.models.tensors import allocate, differentiable, has_tensors, laid_out, spec, tensors
 from minipar.program import Op, Program, Value, output
 
 HEADER_BYTES = 4096
@@ -196,7 +196,7 @@ class Links:
             tensor = _only(contents[0])
             listed = tensor is not contents[0]
             if tensor is not None and (tensor.shape, tensor.dtype, listed) == known[2:]:
-                queue.append([self.comm.isend(tensor.contiguous(), peer, known.tag)])
+                queue.append([self.comm.isend(laid_out(tensor), peer, known.tag)])
                 return
         here = self.present(message)
         if not here:
@@ -226,7 +226,7 @@ class Links:
         if new:
             handles.append(isend(_encode(new, here), peer, tag + _HEADER))
         for k, tensor in enumerate(tensors([found[value] for value in here])):
-            handles.append(isend(tensor.contiguous(), peer, tag + k))
+            handles.append(isend(laid_out(tensor), peer, tag + k))
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def fill(places: Tensor) -> Tensor:
     """Write a gradient that is missing."""
-    _real(places).fill_(-0.0)
+    real(places).fill_(-0.0)
     return places
 
 
@@ -24,13 +24,14 @@ def like(parameter: Tensor) -> Tensor:
     return fill(torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False))
 
 
-def _real(numbers: Tensor) -> Tensor:
+def real(numbers: Tensor) -> Tensor:
+    """Complex numbers as the pairs that they are. (Their own sums and products lose a -0.0.)"""
     return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
 def is_missing(gradient: Tensor) -> bool:
     """Whether a sum says that all its terms were missing."""
-    flat = _real(gradient).reshape(-1)
+    flat = real(gradient.resolve_conj()).reshape(-1)
     if not flat.numel() or flat[0] != 0 or not torch.signbit(flat[0]):
         return False
     return bool((torch.signbit(flat) & (flat == 0)).all())

@@ -45,7 +45,7 @@ def to_tensor(x: Any, op: str = "", call: str = "allreduce") -> tuple[str, torch
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.is_quantized:
             raise RankError(f"{call}: a tensor of layout {x.layout} is not possible; use .to_dense()")
-        tensor = x.detach().clone(memory_format=torch.contiguous_format)
+        tensor = x.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
         kind = "tensor"
     elif type(x).__module__ == "numpy" and hasattr(x, "__array__"):
         try:

@@ -772,7 +772,8 @@ def profile_job(
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if short := PRECISIONS[plan.precision]:
         check_narrow(model, plan.precision)
-        narrow(model, dtype_named(short))
+        for one in (model, whole):  # (of shared layers, the whole ones are what is tried)
+            narrow(one, dtype_named(short))
         x = map_tensors(x, lambda t: t.to(dtype_named(short)) if t.is_floating_point() else t)
     mean = partial(_mean, job.loss)
     loss = partial(_single, mean) if short else mean

@@ -452,6 +452,8 @@ class Executor:
             self.compute.later.settle(isinstance(self.program.contract, Synchronous))
             self.compute.check_depends()
             self.state.prepare(ins)
+            if self.program.local_steps and not any(self.compute.rows.part(ins.step).rows):
+                self.state.give_zeros(ins)
             if self.keep_gradients:
                 with self._aside():
                     self._keep(ins)

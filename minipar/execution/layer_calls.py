@@ -240,6 +240,7 @@ class UntouchedInputs:
         self.layers, self.sizes = layers, sizes
         self.overwriting = {layer for layer, module in layers.items() if overwrites(module)}
         self._tried: set[tuple[tuple[int, ...], bool]] = set()  # pieces, with or without a graph
+        self._reached: dict[tuple[int, ...], bool] = {}
         self._copied: set[tuple[int, ...]] = set()  # of these, the ones that write into what they are given
 
     def __call__(self, run: LayerCall, given: Any, call: Call) -> tuple[Any, Result]:
@@ -289,9 +290,18 @@ class UntouchedInputs:
         self._tried.add(key)
         return given_again, result
 
+    def _may_reach(self, piece: tuple[int, ...]) -> bool:
+        """Whether a layer that writes into its input is the first one, or comes behind such as may hand theirs on at
+        times. (Torch's own always do the same, so that the first run finds it.)"""
+        if piece not in self._reached:
+            known = {k for k in piece if all(type(m).__module__[:6] == "torch." for m in self.layers[k].modules())}
+            ends = next((k for k in piece if k in self.overwriting | known), -1)
+            self._reached[piece] = ends in self.overwriting
+        return self._reached[piece]
+
     def _run(self, run: LayerCall, given: Any, call: Call) -> Result:
         copied = call.piece in self._copied
-        if copied or call.piece[0] in self.overwriting:
+        if copied or self._may_reach(call.piece):
             target = map_tensors(call.target, torch.clone) if copied else call.target
             given, call = map_tensors(given, torch.clone), call._replace(unread=False, target=target)
         return run(given, call)

@@ -234,6 +234,12 @@ class State:
         if norm() in ins.reads and self.program.clip is not None:
             self._clip([p.grad for g in ins.layers for p in self.lines[g].trained if p.grad is not None])
 
+    def give_zeros(self, ins: Instruction) -> None:
+        """Of a replica that trains by itself and has no rows in this step: so decay and momentum go on."""
+        for g in ins.layers:
+            for own in self.lines[g].trained:
+                own.grad = torch.zeros_like(own)
+
     def divide(self, line: Line) -> None:
         """Let the optimizer have a part and a state of its own for each parameter of a slice."""
         before = line.updated

@@ -329,7 +329,7 @@ def _differ(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     by_row = all(p.dim() for p in parts) and whole.dim() > 0 and len(whole) == sum(map(len, parts))
     same = [torch.cat(list(parts))] if by_row and len({p.shape[1:] for p in parts}) == 1 else parts
     scale = float(whole.abs().max()) if whole.numel() else 0.0
-    bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-8) * max(scale, 1e-30)
+    bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-12) * max(scale, 1e-30)
     return not all(p.shape == whole.shape and torch.allclose(p, whole, 0, bound, equal_nan=True) for p in same)
 
 

@@ -153,8 +153,14 @@ def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: An
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[call-arg]
 
 
+def laid_out(tensor: Tensor) -> Tensor:
+    """A tensor whose memory has its numbers in order and as they are. (A view by conj() says that a sign differs.)"""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, of any dtype."""
+    """The bytes of a CPU tensor that is `laid_out`, of any dtype."""
+    assert tensor.is_conj() is tensor.is_neg() is False, "its numbers are not in its memory"
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -40,6 +40,23 @@ def register(model: nn.Module) -> None:
             layer.register_parameter(f"held_{len(own)}", p)
 
 
+def exchange(layer: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    """Give a layer other parameters in the place of those with these ids, where it keeps them in lists and dicts.
+    Errors: PlanError where it keeps one elsewhere."""
+    for module in layer.modules():
+        for held in (value for name, value in vars(module).items() if name not in _TORCH):
+            for key, p in [*enumerate(held)] if isinstance(held, list) else [*getattr(held, "items", tuple)()]:
+                if id(p) in others:
+                    held[key] = others[id(p)]
+    for attribute, p in _held_by(layer, {}) if others else ():
+        if id(p) in others:
+            raise PlanError(
+                f"model: {type(layer).__name__} keeps another layer's parameter in {attribute}, where torch does not "
+                "see it, and ranks that share layers have others; possible is to register it, as in self.tied = "
+                "other.weight"
+            )
+
+
 def _held_by(layer: nn.Module, read: dict[type, list[tuple[str, nn.Parameter]]]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a layer reaches by attributes that are no parameters or modules of it, or by its code, with
     the way to each. `read`: those that the code of a class reaches."""

@@ -344,7 +344,7 @@ class Program:
     def updates(self) -> int:
         """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs
         count."""
-        if isinstance(self.contract, Synchronous):
+        if isinstance(self.contract, (Synchronous, Local)):
             return self.steps
         rows = [self.ranks[rank] for rank in sorted(set(self.representatives))]
         return max((1 + ins.step for row in rows for ins in row if ins.op is Op.STEP), default=0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.missing import is_missing
+from minipar.comm.missing import is_missing, real
 from minipar.execution.emulation import Pacing
 from minipar.execution.lines import Slice
 from minipar.execution.saving.contents import elements_of, restore_pieces
@@ -118,9 +118,9 @@ def combine(taken: Sequence[Gradient]) -> Gradients:
     found = {}
     for k, total in taken[0].line.of.items():
         for other in taken[1:]:
-            total += other.line.of[k]
+            real(total).add_(real(other.line.of[k]))
         if 0 < rows != of:
-            total *= of / rows
+            real(total).mul_(of / rows)
         if not is_missing(total):
             found[k] = total
     return found

@@ -20,7 +20,7 @@ from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
 from minipar.models.losses import counted
-from minipar.models.tensors import take_rows
+from minipar.models.tensors import laid_out, take_rows
 from minipar.program import Instruction, Op, Program, Synchronous, Value
 from minipar.server.pushing import Servers
 
@@ -82,7 +82,7 @@ class Worker(Executor):
     def _gradient(self, p: nn.Parameter, like: Tensor) -> Tensor:
         """The gradient of a parameter on the host, of the type in which servers keep it."""
         gradient = missing.like(p) if p.grad is None else p.grad
-        return gradient.to("cpu", like.dtype).contiguous()
+        return laid_out(gradient.to("cpu", like.dtype))
 
     def size(self, value: Value) -> int:
         """Bytes of a value. With precision=bf16 only the servers have parameters as wide as the program says."""

@@ -121,6 +121,8 @@ def _weight(op: Operator, graph: Graph) -> str:
         return ""
     ins, outs = _shapes(op.inputs, graph), _shapes(op.outputs, graph)
     line = RULES[op.op].of(op, ins, outs)
+    if not outs[0]:  # (a sum of the parameter alone)
+        return ""
     letters = {letter for dim in line.inputs[op.inputs.index(stored[0])] for letter, _ in dim}
     built = {letter for dim in line.outputs[0] for letter, _ in dim}
     return stored[0] if letters - built - line.fixed and line.linear else ""

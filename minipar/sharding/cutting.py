@@ -25,6 +25,7 @@ from minipar.models.nodes import Cut, Held, Node
 from minipar.models.randomness import RowDropout
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import rebuilt, tensors
+from minipar.models.unregistered import exchange
 from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, letter_of, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Form, I, Placement, cut
@@ -701,6 +702,7 @@ class WholeNode(CapturedNode):
         super().__init__(recipe, forms, title)
         self.drawn_as = number
         (self.operator,) = [one.operator for one in recipe.piece.operators]
+        others: dict[int, nn.Parameter] = {}
         for path, module in layer.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
                 if parameter is None:
@@ -712,6 +714,9 @@ class WholeNode(CapturedNode):
                     parameter.minipar_form, parameter.minipar_held = one.form, one
                 module._parameters[name] = known[one.name]
                 self.held[f"layer.{own}"] = one
+                if known[one.name] is not parameter:
+                    others[id(parameter)] = known[one.name]
+        exchange(layer, others)
         self.layer = layer
 
     def on_slice(self, given: Any, carry: Any) -> tuple[Any, Any]:

@@ -480,6 +480,7 @@ class Plan:
         time_of: Callable[[Program], float] | None,
     ) -> tuple[int, ...]:
         """The split that split="auto" stands for; `laid` gives the layout with a split, such as the `equal` one."""
+        from minipar.strategies.passes.priority import messages
         from minipar.strategies.splitting import by_chain, fastest  # (it needs NumPy)
 
         layout = laid(equal)
@@ -490,7 +491,10 @@ class Plan:
         def time(split: tuple[int, ...]) -> float:
             return time_of(compile.program_of(self, layout.shape, laid(split), 1, costs, costs_of))
 
-        return fastest([equal, usual], time, layout.shape.layers * layout.microbatches * self.dp)
+        work = layout.shape.layers * layout.microbatches
+        if self.overlap == "priority":
+            work += messages(layout.shape, self.messages)
+        return fastest([equal, usual], time, work * self.dp)
 
     def compile(
         self,

@@ -486,6 +486,9 @@ class Roundings(TorchDispatchMode):
         return found
 
 
+_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+
+
 # the replay of a log --------------------------------------------------------------------------------------------------
 
 
@@ -554,10 +557,11 @@ class Replay:
         self.stages: list[nn.Module] = [nn.Sequential(*(layers[k] for k in held)) for held in log.layers] or [model]
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         full = {id(p): name for name, p in self.trained.items()}
-        self.places = [  # of each stage: where each of its modules has a parameter, and the model's name of that
-            [(m, k, full[id(p)]) for m in stage.modules() for k, p in m._parameters.items() if id(p) in full]
+        self.places = [  # of each stage: where its modules have a parameter, and the model's name of that
+            [(own, k, full[id(p)]) for m in stage.modules() for own in _holders(m)
+             for k, p in (own.items() if isinstance(own, dict) else enumerate(own)) if id(p) in full]
             for stage in self.stages
-        ]
+        ]  # fmt: skip
         self.owners: list[_Owner] = []
         for replica in range(log.replicas if log.local else 1):
             whole = copy.deepcopy(self.trained) if replica else self.trained
@@ -603,8 +607,8 @@ class Replay:
 
     def give(self, stage: int, tensors: Mapping[str, Any]) -> None:
         """Let the modules of a stage have these tensors as parameters."""
-        for module, key, name in self.places[stage]:
-            module._parameters[key] = tensors[name]
+        for own, key, name in self.places[stage]:
+            own[key] = tensors[name]
 
     def rows(self, entry: Entry) -> tuple[Any, Any, range, float, float]:
         """x, y and rows of a replica's micro-batch, how much these weigh, and how much all rows of the mean do."""
@@ -690,11 +694,12 @@ class Replay:
         owner = self.owner(entry)
         weight, whole = sum(owner.weights.values()), owner.whole
         mean = self.log.every is None  # the rows of a step have one mean loss
-        counts = weight or not mean or self.log.local  # (a replica that counts nothing has a gradient of zeros)
+        counts = weight or not mean or self.log.local  # (a replica that counts nothing has a gradient of zeros,
+        idle = self.log.local and not any(owner.sums.values())  # also if it has no rows)
         for name, p in owner.named.items():
             found = [sums[name] for sums in owner.sums.values() if name in sums] if counts else []
             came = whole / weight if mean and found and weight not in (0, whole) else 1.0
-            p.grad = torch.stack(found).sum(0) * came if found else None
+            p.grad = torch.stack(found).sum(0) * came if found else torch.zeros_like(p) if idle else None
         if self.job.clip is not None:
             torch.nn.utils.clip_grad_norm_(owner.named.values(), self.job.clip)
         if self.log.served:
@@ -723,6 +728,14 @@ class Replay:
                 owner.named[name].data.copy_(mean)
         for owner in self.owners:
             owner.keep(entry.version)
+
+
+def _holders(module: nn.Module) -> list[Any]:
+    """What may hold parameters of a module: its own table, and lists and dicts among its attributes. (LSTM has one.)"""
+    return [
+        module._parameters,
+        *(v for k, v in vars(module).items() if isinstance(v, (list, dict)) and k not in _TORCH),
+    ]
 
 
 def _existing(found: Mapping[Any, Any], key: Any, entry: Entry) -> Any:

@@ -94,3 +94,35 @@ def test_messages_of_nothing(clusters, text):
     job = Job(only_empty, rows(8), loss=mse, dtype=torch.float64)
     program = Plan.parse(f"dp=2 {text}").compile(shape_of(only_empty()))
     assert all(map(math.isfinite, execute(program, job, cluster=clusters(2), passes=2, check=False).losses))
+
+
+class Conjugate(nn.Module):
+    """Gradients of p, and what it hands on, are views whose memory has other signs than their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.unused = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.p.conj()).conj()
+
+
+class Imaginary(nn.Module):
+    def forward(self, x):
+        return (1j * x).conj().imag + x.real
+
+
+def conjugates():
+    torch.manual_seed(0)
+    return nn.Sequential(Conjugate(), Imaginary(), Imaginary(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=2 bucket=none", "dp=2 sync=ps", "pp=4 microbatches=2", "dp=2 pp=2 offload=parameters offload_to=disk"]
+)
+def test_conjugate_views_and_complex_parameters_without_a_gradient(clusters, text):
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    run = train(conjugates, rows(8), text, cluster=clusters(Plan.parse(text).ranks), steps=2, loss=mse, batch=8,
+                optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert run.max_error() < 1e-12

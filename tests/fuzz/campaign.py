@@ -401,8 +401,14 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
         still = all(not g.abs().sum() for g in expected.gradients[0].values()) if expected.gradients else False
         if kind == "NotFinite" and (plan.get("schedule") in plans.STALE or plan.get("mode", "sync") != "sync"):
             return Outcome("invalid", "late gradients diverge")
-        if "precision" in plan and "dtype" in str(error):
+        if "precision" in plan and ("dtype" in str(error) or "BFloat16" in str(error)):
             return Outcome("invalid", "the model cannot compute in bfloat16")
+        if "precision" in plan and kind == "CheckError":
+            largest = max((g.abs().max() for one in expected.gradients for g in one.values() if g.numel()), default=0.0)
+            if largest > torch.finfo(torch.bfloat16).max:
+                return Outcome("invalid", "the numbers are too large for bfloat16")
+            if any(entry.kind in outside.JUMPS for entry in pair.spec.entries):
+                return Outcome("invalid", "a layer jumps where bfloat16 rounds")
         if still and "depends on no parameter" in str(error):
             return Outcome("invalid", "plain torch refuses the backward of a loss without a graph")
         if pair.through_train and "modified by an inplace operation" in str(error):

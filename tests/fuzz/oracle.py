@@ -98,9 +98,12 @@ class Plain:
 
     def value(self, x: Tensor, y: Tensor, step: int, row: int = 0) -> Tensor:
         """The mean loss of these rows, which begin at `row` of the whole batch."""
-        self.where |= {"step": step, "row": row}
-        value: Any = self.loss(self.model(x.clone()), y)
+        value: Any = self.loss(self.output(x, step, row), y)
         return value[0] / value[1] if isinstance(value, tuple) else value
+
+    def output(self, x: Tensor, step: int, row: int) -> Any:
+        self.where |= {"step": step, "row": row}
+        return self.model(x.clone())
 
     def update(self) -> None:
         """What a loop does after its backward."""
@@ -181,8 +184,11 @@ def locally(
             mine = slice(cut[r * microbatches].start, cut[(r + 1) * microbatches - 1].stop)
             own, total = weight(y[mine]), weight(y)
             if not own:
-                for p in plain.named.values():
-                    p.grad = torch.zeros_like(p) if p.requires_grad else None
+                if mine.start == mine.stop:
+                    for p in plain.named.values():
+                        p.grad = torch.zeros_like(p)
+                elif (nothing := whole_of(plain.output(x[mine], step, mine.start))).requires_grad:
+                    (nothing.sum() * 0).backward()
                 plain.update()
                 continue
             value = plain.value(x[mine], y[mine], step, mine.start)

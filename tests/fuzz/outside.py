@@ -210,6 +210,7 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return Heads(shape[-1], 2) if shape[-1] % 2 == 0 else None
 
 
+JUMPS = ("rounded", "straight", "experts", "rare-experts")  # numbers that are nearly equal give others
 ACROSS_ROWS = ("centred", "mixup", "row-attention", "row-scale", "row-count", "changing-buffer")
 models.OUTSIDE += [name for name in models.KINDS if name not in _BEFORE]
 

@@ -15,6 +15,17 @@ from tests.fuzz import models, oracle, outside, plans
 from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge
 
 PAIRS = (*range(28, 48), 105, 163, 205, 219)  # every second one of outside.py; the last ones: layers that ranks share
+FOUND = (  # pairs that were wrong or crashed once
+    31327,  # local_steps: a replica without rows, and weight decay
+    31639, 32815,  # a weight in a plain list: in the replay of servers; in a layer that is computed whole
+    31443,  # a complex parameter that nothing uses
+    32987,  # rows that change each other's results by 1e-10
+    10709,  # a layer that hands on its input now and then, before one that writes into it
+    32043,  # local_steps with nothing to train
+    32317,  # a sum of a parameter alone, with tp
+    31521,  # a loss that cannot be cut, in bfloat16
+    60767,  # messages of a few bytes
+)  # fmt: skip
 BY_HAND = {"offload_folder", "extra_passes"}  # keys of a plan that are not drawn: they need more than words
 
 
@@ -29,7 +40,7 @@ def ranks():
 
 def test_random_models_under_random_plans_equal_plain_torch(ranks):
     ended, failed = Counter(), []
-    for seed in PAIRS:
+    for seed in (*PAIRS, *FOUND):
         pair = draw(seed)
         outcome = judge(pair, ranks)
         ended[outcome.kind] += 1

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minipar.cluster import threads
 from minipar.errors import StoreError
-from minipar.models.tensors import memory_of
+from minipar.models.tensors import laid_out, memory_of
 from minipar.wording import several
 
 BLOCK = 4096
@@ -154,7 +154,7 @@ class DiskStore:
         return taken
 
     def _write(self, key: Hashable, tensor: Tensor) -> None:
-        tensor = tensor.cpu().contiguous()
+        tensor = laid_out(tensor.cpu())
         data = memory_of(tensor)
         blocks = 1 + -(-len(data) // BLOCK)
         while self._unused:

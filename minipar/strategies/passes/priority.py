@@ -28,15 +28,25 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
+from minipar.errors import PlanError
 from minipar.program import Instruction, Op, Part, home
+from minipar.program.shape import Shape
 from minipar.strategies.buckets import Bucket, MiB
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
+
+MOST = 4000  # messages of a step, which take seconds to compile and to predict
 
 
 def sum_by_priority(draft: Draft) -> Draft:
     """Gradients are summed in pieces, those that the next forward needs first before the others."""
     layout = draft.layout
+    count, bucket = messages(layout.shape, draft.bucket), draft.bucket
+    if count > MOST and isinstance(bucket, (int, float)):
+        raise PlanError(
+            f"bucket={bucket:g}: cuts the gradients of a step into {count:,} messages, of which a program has at most "
+            f"{MOST:,}; possible is bucket={1.1 * bucket * count / MOST:.2g}"
+        )
     sharing = [summed(draft, rank) for rank in range(layout.pp)]
     draft = draft.each(lambda rank, row: _with_pieces(row, draft, rank, sharing[rank]))
     return keep_gradients(draft, [() if draft.bucket == "none" else found for found in sharing])
@@ -74,6 +84,12 @@ def _with_pieces(
     for g in sorted(sharing.keys() - set(within)):  # tied between stages, which complete them at different times
         sums.append((end, all_reduce([g], layout, sharing[g], step, draft.bucket)))
     return insert(row, after=sums)
+
+
+def messages(shape: Shape, bucket: Bucket) -> int:
+    """About how many messages gradients are cut into."""
+    size = sum(sum(group.tensors) for group in shape.groups)
+    return int(size / max(8.0, bucket * MiB)) if isinstance(bucket, (int, float)) else 0
 
 
 def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
