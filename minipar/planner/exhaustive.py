@@ -15,9 +15,8 @@ the smallest bound is next, and the search ends where that is no better than the
 left out is not better. Plans that do not fit are left out, too, if nothing can wait on the host. A formula takes a
 small part of a millisecond (`closed_form`).
 
-The formulas of most schedules are exact for equal ranks. Where they are not, the best plans are simulated, and sorted
-again. The formulas of these schedules are a few per cent away, so a plan of theirs that is not in the list could be
-faster by as much.
+The formulas of the schedules that are searched are exact for equal ranks. Where stages differ, they are a few per cent
+away: the best plans are simulated and sorted again, and a plan that is not in the list could be faster by as much.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
 from minipar.prediction.published import like
 from minipar.prediction.rank_memory import host_of_node
-from minipar.prediction.replica import actions, by_simulation, helps
+from minipar.prediction.replica import by_simulation, helps
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
@@ -56,7 +55,6 @@ WORK = ("matrix products", "other operators", "recomputation", "collectives of s
 SIMULATED = 20  # of the best plans
 USUAL = ("1f1b", "interleaved", "gpipe")  # schedules that every system has
 WIDTH = 100  # columns of a table
-ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def search(
     pins      keys that are fixed: "tp=8 zero=1"
     memory    bytes of a device that may be used, or words such as "70GB"; default: all but RESERVE of them
     most      how many plans to return
-    simulate  whether the best ones are simulated where their formula is not exact, or their stages differ
+    simulate  whether the best ones are simulated where their stages differ
     runs      whether only plans count that minipar itself can run
     to        "megatron", "deepspeed" or "torchtitan": only plans that this system runs, too, as `export` says them
 
@@ -330,12 +328,11 @@ def mechanisms(numbers: PlanNumbers) -> int:
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
-    """The plans with the simulator's time where it says more than a formula, up to a number of actions."""
-    built, left = [], ACTIONS
+    """The plans with the simulator's time where it says more than a formula."""
+    built = []
     for one in best:
         n = one.numbers
-        if actions(n) <= left and helps(n, space.model, space.machine):
-            left -= actions(n)
+        if helps(n, space.model, space.machine):
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
         built.append(one)

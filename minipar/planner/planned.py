@@ -18,8 +18,7 @@ class Planned:
     """One plan that was found.
 
     numbers, cost   the plan as formulas read it, and what they say of it
-    simulated       seconds of a step by simulating one replica; None: the formula is exact, the stages are alike, or
-                    it was not simulated
+    simulated       seconds of a step by simulating one replica; None: the stages are alike, or it was not simulated
     reasons         why its choices are as they are, in words
     """
 

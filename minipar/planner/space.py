@@ -102,7 +102,7 @@ class Space:
         """The same plan with all that replicas may share out, and when."""
         d, shared = self.domains, plan.dp * plan.cp * plan.ep > 1
         for zero in d["zero"] if shared else [z for z in d["zero"] if z == 0]:
-            for every in d["reduce"] if zero >= 2 else d["reduce"][:1]:
+            for every in d["reduce"] if zero == 3 else d["reduce"][:1]:  # (ZeRO 2 once a step is ZeRO 1)
                 for overlap in d["overlap"] if shared else d["overlap"][:1]:
                     yield plan._replace(zero=zero, every=every == "microbatch", overlap=overlap != "none")
 
@@ -150,6 +150,12 @@ class Space:
             if key == "precision":
                 precision = value
             elif key == "schedule":
+                if registry.find(value).form is None:
+                    possible = ", ".join(one.name for one in registry.schedules() if one.form is not None)
+                    raise PlanError(
+                        f"schedule={value}: its time has no formula, so it is not searched; possible are {possible}; "
+                        "minipar.estimate simulates the others"
+                    )
                 own = tuple(one for one in domains[key] if one[0] == value)
                 domains[key] = own or tuple((value, c) for c in _chunks(value, self.model.layers))
             elif key == "checkpoint":
@@ -210,11 +216,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _schedules(layers: int) -> Iterator[tuple[str, int]]:
-    """Synchronous schedules whose time is a formula, with their chunks; the plainest one first."""
+    """Schedules whose time is a formula, with their chunks; the plainest one first."""
     yield "1f1b", 1
     for one in registry.schedules():
-        known = one.form is not None and one.asynchronous is None and "slices" not in one.options
-        if known and one.name not in ("1f1b", "naive"):
+        if one.form is not None and one.name != "1f1b":
             for chunks in _chunks(one.name, layers):
                 yield one.name, chunks
 

@@ -10,7 +10,7 @@ every plan.
 Time. Each operator takes its operations / FLOP/s or its bytes / bandwidth, whichever is longer (a roofline). How close
 a matrix product comes to the peak depends on its smallest dimension (`Efficiency`). Collectives of ranks in one node
 use its links; those of ranks in several nodes are done inside the nodes and between them, by rings. The schedule's own
-formula (`ClosedForm`, beside its generator) makes a step of this. Last come the sums of gradients, and the optimizer at
+formula (`Form`, beside its generator) makes a step of this. Last come the sums of gradients, and the optimizer at
 the speed of the memory.
 
 Memory is that of the rank that needs most (rank_memory.py).
@@ -45,7 +45,7 @@ from minipar.prediction.plan_numbers import (
     split_of,
 )
 from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
-from minipar.strategies.schedules.registry import ClosedForm, Times, find
+from minipar.strategies.schedules.registry import Form, Times, find
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
 MASK = 1  # byte of a dropout mask's element
@@ -515,13 +515,13 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     if p > 1 and replica is not None:
         there = stage_times(numbers, model, machine)
         without_messages = [StageTimes(times._replace(message=0.0), copies) for times, copies in there]
-        held_by = [k for k, (_, count) in enumerate(kinds) for _ in range(count)]
+        held_by = [k for k, (_, alike) in enumerate(kinds) for _ in range(alike)]
         free, whole = (
-            [end + sums[k] + steps[k] for end, k in zip(replica(given), held_by, strict=True)]
+            [end + count * (sums[k] + steps[k]) for end, k in zip(replica(given), held_by, strict=True)]
             for given in (without_messages, there)
         )
         slow = held_by[max(range(p), key=whole.__getitem__)]  # (the rank that ends last)
-        summed, step = sums[slow], steps[slow]
+        summed, step = count * sums[slow], count * steps[slow]
         even, messages = max(free) - summed - step, max(whole) - max(free)
     elif p > 1 and form is not None:
         mean = Times(*(sum(x * count for x, (_, count) in zip(column, kinds, strict=True)) / p
@@ -529,8 +529,6 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
         even = by_formula(form, n, mean, each[slow].times.both)
         sent = mean._replace(message=_message(numbers, model, machine))
         messages = by_formula(form, n, sent, each[slow].times.both) - even
-        if copies_of(n) > 1:
-            summed += _over_copies(n, machine, max(one.parameters + one.experts for one, _ in kinds))
     if p > 1 and isinstance(model, Transformer) and model.tied:
         summed += _over_copies(n, machine, model.vocabulary / n.tp * model.hidden)
     pace, one = each[slow], kinds[slow][0]
@@ -555,14 +553,11 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     )  # fmt: skip
 
 
-def by_formula(form: ClosedForm, numbers: PlanNumbers, mean: Times, slowest: float) -> float:
+def by_formula(form: Form, numbers: PlanNumbers, mean: Times, slowest: float) -> float:
     """Seconds of a pipeline by its schedule's formula: all ranks are as the mean, then the slowest one sets the pace.
-
-    Between rounds the pipeline is empty. Without a flush it is full from the first micro-batch to the last.
-    """
+    Between rounds the pipeline is empty."""
     n, count = numbers, numbers.microbatches // numbers.rounds
-    flushed = find(n.schedule).asynchronous is None
-    return n.rounds * (form.time(mean, n.pp, count, n.chunks) + (count - flushed) * (slowest - mean.both))
+    return n.rounds * (form(mean, n.pp, count, n.chunks) + (count - 1) * (slowest - mean.both))
 
 
 class Replicas(NamedTuple):

@@ -11,7 +11,7 @@ devices   a preset's name, words or a table of numbers, a dataclass (costs/hardw
 There are two ways to an answer, and `found.by` says which one it was:
 
     formula   the time is that of closed_form.py, with the formula of the schedule
-    replica   a schedule, or an option of it, without an exact formula, or stages that differ: one replica is simulated
+    replica   a schedule, or an option of it, without a formula, or stages that differ: one replica is simulated
               (replica.py)
 
 The memory is the same formula in both of them (rank_memory.py).
@@ -39,7 +39,6 @@ from minipar.prediction.rank_memory import RankMemory, host_of_node, of_ranks
 from minipar.prediction.replica import by_simulation, helps
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
-from minipar.strategies.schedules.registry import find
 from minipar.wording import several
 
 
@@ -212,7 +211,7 @@ def estimate(
         numbers = numbers_of(table, chosen, machine, batch, stack)
         note = refusal(table, numbers)
     check(numbers, chosen, machine)
-    walked = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
+    walked = simulate or helps(numbers, chosen, machine)
     cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if walked else None)
     return Estimate(numbers, chosen, machine, cost, note, "replica" if walked else "formula")
 

@@ -8,9 +8,8 @@
     buffers                             temporary ones: two gathered layers, two buckets, messages
 
 where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
-bytes of layers are those of costs/analytic.py. The micro-batches in flight are those of the schedule's own formula, or
-are counted in its order. Everything that does not change with ZeRO and the number of replicas is kept, so that a
-search can ask for many plans.
+bytes of layers are those of costs/analytic.py. The micro-batches in flight are counted in the schedule's order.
+Everything that does not change with ZeRO and the number of replicas is kept, so that a search can ask for many plans.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
 """
@@ -18,7 +17,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter, mul
@@ -199,19 +198,13 @@ def _facts(work: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Facts:
 @lru_cache(8192)
 def of_kinds(work: PlanNumbers, model: Sizes) -> tuple[Facts, ...]:
     """For each kind of rank, the one in which most micro-batches are in flight."""
-    n, form = work, find(work.schedule).form
-
-    def flying(rank: int) -> float:
-        assert form is not None
-        return form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank) + form.versions(n.pp, rank)
-
-    found = []
-    for kind in kinds_of(n, model):
-        ranks: Iterable[int] = range(kind.first, kind.first + kind.alike)
-        if form is not None and kind.alike > 1 and not n.options:
-            ranks = [max((kind.first, kind.first + kind.alike // 2, kind.first + kind.alike - 1), key=flying)]
-        found += [_facts(n, model, kind, rank) for rank in ranks]
-    return tuple(found)
+    n = work
+    first = find(n.schedule).form is not None and not n.options  # (the first of alike ranks has most in flight)
+    return tuple(
+        _facts(n, model, kind, rank)
+        for kind in kinds_of(n, model)
+        for rank in range(kind.first, kind.first + (1 if first else kind.alike))
+    )
 
 
 def _detail(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Detail:
@@ -330,12 +323,9 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
 
 
 def versions_of(numbers: PlanNumbers, rank: int) -> int:
-    """How many versions of its weights a rank holds: by the schedule's formula, or counted in a program of it."""
-    schedule = find(numbers.schedule)
-    if schedule.asynchronous is None:
+    """How many versions of its weights a rank holds, counted in a program of the schedule."""
+    if find(numbers.schedule).asynchronous is None:
         return 1
-    if schedule.form is not None and not numbers.options:
-        return schedule.form.versions(numbers.pp, rank)
     return _counted_versions(pipeline(numbers))[rank]
 
 
@@ -584,23 +574,19 @@ def pipeline(numbers: PlanNumbers) -> Plan:
     for key in ("chunks", "slices"):
         if key in schedule.options:
             options[key] = n.chunks
-    return _pipeline(n.pp, n.schedule, _enough(n), tuple(sorted(options.items())))
+    return _pipeline(n.pp, n.schedule, n.microbatches // n.rounds, tuple(sorted(options.items())))
 
 
 @lru_cache(4096)
 def _pipeline(pp: int, schedule: str, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Plan:
-    return Plan(pp=pp, schedule=schedule, microbatches=microbatches, **dict(options))
-
-
-def _enough(numbers: PlanNumbers) -> int:
-    """Micro-batches of a round, or fewer of them if as many are in flight by the schedule's formula."""
-    n, form = numbers, find(numbers.schedule).form
-    m = n.microbatches // n.rounds
-    few = 4 * n.pp + m % (2 * n.pp)
-    if few >= m or form is None or n.options:
-        return m
-    same = all(form.in_flight(n.pp, few, n.chunks, d) == form.in_flight(n.pp, m, n.chunks, d) for d in (0, n.pp - 1))
-    return few if same else m
+    """With fewer micro-batches if 2 pp more of them do not change how many are in flight."""
+    whole = Plan(pp=pp, schedule=schedule, microbatches=microbatches, **dict(options))
+    few = 4 * pp + microbatches % (2 * pp)
+    if few + 2 * pp >= microbatches or whole.asynchronous or "doubling" in dict(options):
+        return whole
+    less, more = (replace(whole, microbatches=count) for count in (few, few + 2 * pp))
+    same = all(_counted_chunks(less, rank) == _counted_chunks(more, rank) for rank in (0, pp // 2, pp - 1))
+    return less if same else whole
 
 
 def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
@@ -608,31 +594,13 @@ def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple
 
     kinds   for each chunk the number of its kind: chunks of a kind keep as much
     """
-    if (count := _by_formula(numbers, rank)) is not None:
-        return (((count, 0), 0),)
     return _counted(pipeline(numbers), rank, kinds)
 
 
 def in_flight_of_chunks(numbers: PlanNumbers, rank: int) -> Sequence[tuple[int, int]]:
     """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
     its input half is done."""
-    if (count := _by_formula(numbers, rank)) is not None:
-        return ((count, count),)
     return _counted_chunks(pipeline(numbers), rank)
-
-
-def _by_formula(numbers: PlanNumbers, rank: int) -> int | None:
-    """Micro-batches in flight of a rank with one chunk and whole backwards, whose schedule has a formula."""
-    n, schedule = numbers, find(numbers.schedule)
-    if schedule.form is None or n.options or n.stages_of_a_rank > 1 or _halves(n.schedule):
-        return None
-    return int(schedule.form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank))
-
-
-@lru_cache(64)
-def _halves(schedule: str) -> bool:
-    """Whether a schedule splits backwards."""
-    return Plan(pp=2, schedule=schedule, microbatches=4).splits
 
 
 @lru_cache(8192)

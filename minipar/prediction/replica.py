@@ -1,4 +1,4 @@
-"""The time of a pipeline by simulation, where its schedule has no exact formula, or where its stages differ: one
+"""The time of a pipeline by simulation, where its schedule has no formula, or where its stages differ: one
 replica, at two numbers of micro-batches that are p apart (p is the number of ranks), from which the time grows evenly.
 """
 
@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from minipar.costs.hardware import Hardware
 from minipar.models.sizes import Sizes
 from minipar.prediction.closed_form import Ends, StageTimes, stage_times
-from minipar.prediction.plan_numbers import PlanNumbers, copies_of
+from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.rank_memory import pipeline
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value
@@ -25,13 +25,15 @@ UNEVEN = 0.1  # by how much the slowest stage may exceed the mean, for a formula
 def helps(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> bool:
     """Whether a simulated replica, which is not too large, says more about a step than the schedule's formula does.
 
-    A formula's ranks are alike, some are not exact, and none knows what goes on beside the sums of copies.
+    A formula's ranks are alike.
     """
-    n, schedule = numbers, find(numbers.schedule)
-    if n.pp == 1 or schedule.asynchronous is not None or actions(n) > ACTIONS:
+    n = numbers
+    if n.pp == 1:
         return False
-    if schedule.form is None or n.options or not schedule.form.exact or copies_of(n) > 1:
+    if find(n.schedule).form is None or n.options:
         return True
+    if actions(n) > ACTIONS:
+        return False
     seconds = [stage.times.both for stage in stage_times(n, model, machine)]
     return max(seconds) * len(seconds) > (1 + UNEVEN) * sum(seconds)
 
@@ -48,7 +50,7 @@ def by_simulation(numbers: PlanNumbers) -> Ends:
 
 
 def _ends(numbers: PlanNumbers, stages: Sequence[StageTimes]) -> list[float]:
-    n, plan = numbers, replace(pipeline(numbers), microbatches=1)
+    n, plan, stages = numbers, replace(pipeline(numbers), microbatches=1), tuple(stages)
     p, count = n.pp, n.microbatches // n.rounds
     few = 2 * p + count % p
     if plan.asynchronous:  # (the pipeline is always full; what remains is the time of a micro-batch more)
@@ -62,10 +64,11 @@ def _ends(numbers: PlanNumbers, stages: Sequence[StageTimes]) -> list[float]:
     return [(n.rounds - 1) * max(last) + end for end in last]
 
 
-def _replica(plan: Plan, count: int, stages: Sequence[StageTimes]) -> list[float]:
+@lru_cache(256)
+def _replica(plan: Plan, count: int, stages: tuple[StageTimes, ...]) -> list[float]:
     """When the ranks of one replica end a step with so many micro-batches."""
     program = _program(plan, count)
-    return [max(ends) for ends in simulate(program, ByStage(program, tuple(stages), plan.slice_count)).ends]
+    return [max(ends) for ends in simulate(program, ByStage(program, stages, plan.slice_count)).ends]
 
 
 @lru_cache(32)

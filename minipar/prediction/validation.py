@@ -25,8 +25,7 @@ from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers, Precision
 from minipar.prediction.published import Published, halves, rows
-from minipar.prediction.rank_memory import states
-from minipar.strategies.schedules.registry import find
+from minipar.prediction.rank_memory import in_flight, pipeline, states
 
 A100 = PRESETS["a100-80gb"]
 MEGATRON = Precision(2, 4, 12, 2)  # its gradients are in float32: 18 bytes a parameter
@@ -183,11 +182,10 @@ def _transformer(name: str) -> Transformer:
 
 def _first_rank(row: Korthikanti, checkpoint: int | str, sequence: bool) -> float:
     """Bytes of activations of the first rank's blocks."""
-    form = find("interleaved" if row.chunks > 1 else "1f1b").form
-    assert form is not None
     blocks = _transformer(row.model).layers // row.pp
     costs = layer_costs(row.model, row.rows, 2, selective=checkpoint == "selective", division=Division(8, sequence))
-    kept = form.in_flight(row.pp, row.batch // row.rows, row.chunks, 0)
+    numbers = selective(row)
+    kept = in_flight(pipeline(numbers).actions(0), [1 / row.chunks] * row.chunks)
     return kept * blocks * (costs.output[0] + costs.saved[1])
 
 

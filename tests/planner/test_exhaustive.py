@@ -77,7 +77,7 @@ def test_gpt3_on_1024_gpus(gpt3):
     found, seconds = gpt3
     assert seconds < 10
     assert len(found.best) == 20
-    assert found.searched > 100_000
+    assert found.searched > 50_000
     best = found.plan
     assert best.numbers.ranks == 1024
     assert best.numbers.batch == 1536
@@ -139,8 +139,6 @@ def test_the_space_follows_the_table_of_keys():
                 found = False
             assert found == runs, words(numbers)
             outcomes.add((numbers.schedule, numbers.zero, numbers.offload, runs))
-    assert ("dualpipe", 1, (), True) in outcomes  # (DeepSeek-V3's)
-    assert ("chimera", 2, (), False) in outcomes
     assert ("zb-h1", 1, ("activations", "optimizer"), True) in outcomes
 
 
@@ -240,8 +238,10 @@ def test_a_pin_is_remembered_and_may_have_commas() -> None:
 
 
 def test_alternatives_are_formulas_beside_formulas() -> None:
-    """zb-v has no exact formula, so that the search simulates it; its alternatives are not."""
-    found = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=2 tp=1 schedule=zb-v")
+    """Stages that differ are simulated; alternatives of the best plan are not. What has no formula is not searched."""
+    with pytest.raises(PlanError, match=r"schedule=zb-v: its time has no formula.*possible are gpipe, .*1f1b"):
+        search("gpt2-small", "a100-80gb", 1, 8, 64, pins="schedule=zb-v")
+    found = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=8 tp=1")
     assert found.plan.simulated is not None
     told = found.explain("micro_batch_size")
     for row in told.rows:

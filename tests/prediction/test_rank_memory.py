@@ -44,7 +44,6 @@ def test_estimates_and_the_memory_of_every_rank_are_one_formula(plan: str) -> No
     assert set(found.ranks) == set(ranks)
     assert found.memory == max(rank.total for rank in ranks)
     assert sum(found.memory_breakdown.values()) == found.memory
-    assert closed_form(found.numbers, found.model, found.machine).memory == found.memory
 
 
 def test_counts_of_layers_of_each_rank_and_chunk() -> None:
@@ -75,24 +74,6 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
             assert held == model.parameters + again, (name, plan)
 
 
-def test_flights_by_formula_are_those_that_are_counted() -> None:
-    for one in registry.schedules():
-        if one.form is None or one.asynchronous is not None or "slices" in one.options:
-            continue
-        for p, m in ((1, 3), (2, 4), (2, 40), (4, 8), (4, 60), (6, 12), (3, 5)):
-            numbers = PlanNumbers(pp=p, schedule=one.name, microbatches=m, chunks=one.chunks)
-            try:
-                plan = Plan(pp=p, schedule=one.name, microbatches=m)
-                plan.actions(0)
-            except PlanError:  # (not every schedule can be with these numbers)
-                continue
-            kinds = tuple(range(numbers.stages_of_a_rank))
-            for rank in range(p):
-                assert set(rank_memory.moments_of(numbers, rank, kinds)) == set(rank_memory._counted(plan, rank, kinds))
-                found = tuple(rank_memory.in_flight_of_chunks(numbers, rank))
-                assert found == rank_memory._counted_chunks(plan, rank)
-
-
 class ByLayers:
     """A layer's forward takes 1, and each half of its backward; messages and steps take no time."""
 
@@ -114,10 +95,8 @@ class ByLayers:
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "most"),
-    [("1f1b", 1, 0.12), ("eager-1f1b", 1, 0.26), ("gpipe", 1, 1e-9), ("zb-h1", 1, 0.04), ("zb-h2", 1, 0.07),
-     ("interleaved", 2, 0.13), ("looped-bfs", 3, 0.06), ("zb-v", 2, 0.04), ("chimera", 2, 0.13),
-     ("dualpipe-v", 2, 0.07)],
-)  # fmt: skip
+    [("1f1b", 1, 0.12), ("gpipe", 1, 1e-9), ("zb-h1", 1, 0.04), ("interleaved", 2, 0.13)],
+)
 def test_time_of_stages_of_different_length_is_near_the_simulator_s(schedule: str, chunks: int, most: float) -> None:
     """The number of layers is no multiple of the stages: on the average the formula is a third as far away. A simulated
     replica, which `estimate` takes for them, is not."""

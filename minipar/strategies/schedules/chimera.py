@@ -35,15 +35,7 @@ from collections.abc import Iterator, Sequence
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, Forward
 from minipar.strategies.layout import both_ways
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
-
-
-def both_directions(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step without doubling, where a backward is at least as long as a forward. A message is waited for
-    about once in each micro-batch."""
-    forward, backward = times.forward, times.both - times.forward
-    gaps = (p - 2) * (backward + (m / p - 1) * max(0.0, backward - forward))
-    return m * times.both + gaps + (m + p - 2) * times.message
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
@@ -55,7 +47,6 @@ def both_directions(times: Times, p: int, m: int, v: int) -> float:
     needs="p even, m a multiple of p; doubling: m >= 2p",
     placement=both_ways,
     chunks=2,
-    form=ClosedForm(both_directions, lambda p, m, v, d: p // 2 + 1 + min(d, p - 1 - d), copies=2),
 )
 def chimera(rank: int, ranks: int, microbatches: int, doubling: bool) -> Iterator[Action]:
     """Two pipelines in opposite directions over the same ranks: each fills the gaps of the other."""

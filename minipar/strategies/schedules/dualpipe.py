@@ -24,24 +24,15 @@ from dataclasses import replace
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.strategies.layout import both_ways
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import schedule
 
 PAPER = "DeepSeek-AI 2024 (DeepSeek-V3)"
 NEAR, FAR = 0, 1  # the two pipelines of a rank: NEAR begins at the end that is nearer to the rank, FAR at the other
 
 
-def side_by_side(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step at equal times, without any gain from overlap. How often a message is waited for is about
-    right."""
-    f, i, w, message = times
-    gaps = max(0.0, (p / 2 - 1) * (f + 2 * (i + w) - 3 * w))
-    return m * times.both + gaps + ((p - 1) * m / p + 1.25 * (p - 2)) * message
-
-
 @schedule(
     "dualpipe", paper=PAPER, time="m(tF+tB)+(p/2-1)(tF+2tB-3tW) at tF=tI=tW", peak="p+1",
     needs="p and m even, m >= 2p", placement=both_ways, chunks=2,
-    form=ClosedForm(side_by_side, lambda p, m, v, d: p + 1, copies=2, exact=False),
 )  # fmt: skip
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Two pipelines in opposite directions, forwards of one beside backwards of the other; halves at the ends."""

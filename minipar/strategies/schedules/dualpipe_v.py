@@ -18,20 +18,12 @@ from collections.abc import Iterator
 from minipar.program import Action
 from minipar.strategies.layout import wave
 from minipar.strategies.schedules.dualpipe import PAPER, check, eight_steps
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
-
-
-def down_and_up(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step at equal times, without any gain from overlap."""
-    f, i, w, message = times
-    messages = 2 * (p - 1) * m / p + 2 * (p - 2) if p > 1 else 0
-    return m * times.both + max(0.0, (p - 1) * (f + 2 * (i + w) - 3 * w) / 2) + messages * message
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
     "dualpipe-v", paper=PAPER, time="m(tF+tB)+(p-1)(tF+2tB-3tW)/2 at tF=tI=tW", peak="p+1/2",
     needs="m >= 2p", placement=wave, chunks=2,
-    form=ClosedForm(down_and_up, lambda p, m, v, d: p + 1 / 2, exact=False),
 )  # fmt: skip
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """DualPipe cut in half: one pipeline, down the ranks and up again in a V, and one copy of every stage."""

@@ -18,22 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import Times, schedule
 
 
 def fill_and_drain(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step: the pipeline fills and drains once, in steps of a rank's share or, with v chunks, a v-th."""
-    return m * times.both + (p - 1) * times.both / v + 2 * (p - 1) * times.message
+    """Seconds of a step: the pipeline fills and drains once, in steps of a rank's share."""
+    return m * times.both + (p - 1) * times.both + 2 * (p - 1) * times.message
 
 
-def all_of_them(p: int, m: int, v: int, d: int) -> int:
-    """What a rank keeps: all micro-batches."""
-    return m
-
-
-@schedule(
-    "gpipe", paper="Huang et al. 2019", time="(m+p-1)(tF+tB)", peak="m", form=ClosedForm(fill_and_drain, all_of_them)
-)
+@schedule("gpipe", paper="Huang et al. 2019", time="(m+p-1)(tF+tB)", peak="m", form=fill_and_drain)
 def gpipe(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards in the same order."""
     for i in range(microbatches):

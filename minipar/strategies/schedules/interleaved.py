@@ -19,18 +19,13 @@ from collections.abc import Iterator
 
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import Times, schedule
 from minipar.wording import several
 
 
 def in_turns(times: Times, p: int, m: int, v: int) -> float:
     """Seconds of a step, where groups are of p micro-batches and p divides m: the bubble is a v-th of 1F1B's."""
     return m * times.both + (p - 1) * times.both / v + 2 * (p * v - 1) * times.message
-
-
-def kept(p: int, m: int, v: int, d: int) -> float:
-    """What rank d keeps; the first one 1 + (p-1)/(pv) times as much as in 1F1B (Korthikanti et al. 2022)."""
-    return min(((v - 1) * p + 2 * (p - 1 - d) + 1) / v, m)
 
 
 @schedule(
@@ -40,7 +35,7 @@ def kept(p: int, m: int, v: int, d: int) -> float:
     peak="min(((v-1)g+2(p-1-d)+1)/v, m)",
     needs="group g: p <= g <= m, m mod g = 0 or >= p; time: g = p",
     chunks=2,
-    form=ClosedForm(in_turns, kept),
+    form=in_turns,
 )
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: int | None) -> Iterator[Action]:
     """1F1B over several chunks a rank: groups of micro-batches take turns at the chunks."""

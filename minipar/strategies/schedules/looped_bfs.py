@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.gpipe import all_of_them, fill_and_drain
-from minipar.strategies.schedules.registry import ClosedForm, schedule
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
     "looped-bfs", paper="Lamy-Poirier 2022 (Breadth-First)", time="m(tF+tB)+(p-1)(tF+tB)/v", peak="m",
-    needs="time: m >= p", chunks=2, form=ClosedForm(fill_and_drain, all_of_them),
+    needs="time: m >= p", chunks=2,
 )  # fmt: skip
 def looped_bfs(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
     """GPipe over several chunks a rank: all micro-batches through one chunk, then through the next."""

@@ -13,17 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
-
-
-def one_at_a_time(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step: each micro-batch goes there and back alone."""
-    return m * (p * times.both + 2 * (p - 1) * times.message)
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
     "naive", paper="model parallelism without a pipeline", time="m p (tF+tB)", peak="1",
-    form=ClosedForm(one_at_a_time, lambda p, m, v, d: 1),
 )  # fmt: skip
 def naive(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """One micro-batch at a time: forward through all stages, then backward. Only one rank works."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.gpipe import fill_and_drain
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import Times, schedule
 
 
 def warm_up_then_alternate(warm_up: int, microbatches: int) -> Iterator[Action]:
@@ -42,7 +41,7 @@ def one_by_one(times: Times, p: int, m: int, v: int) -> float:
 
 @schedule(
     "1f1b", paper="Narayanan et al. 2021; Fan et al. 2021 (DAPPLE)", time="(m+p-1)(tF+tB)", peak="min(p-d, m)",
-    form=ClosedForm(one_by_one, lambda p, m, v, d: min(p - d, m)),
+    form=one_by_one,
 )  # fmt: skip
 def one_f_one_b(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """One forward, one backward in turn, after a warm-up that is shorter the later the stage."""
@@ -51,7 +50,6 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
 
 @schedule(
     "eager-1f1b", paper="eager warm-up of DAPPLE", time="(m+p-1)(tF+tB)", peak="min(2(p-1-d)+1, m)",
-    form=ClosedForm(fill_and_drain, lambda p, m, v, d: min(2 * (p - 1 - d) + 1, m)),
 )  # fmt: skip
 def eager_1f1b(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """1F1B with twice the warm-up: more activations, and one hop of latency hidden."""

@@ -24,17 +24,12 @@ from collections.abc import Iterator, Mapping
 
 from minipar.program import Action, Staleness
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.registry import Asynchronous, ClosedForm, Times, newest, schedule
+from minipar.strategies.schedules.registry import Asynchronous, newest, schedule
 
 
 def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
     """The contract: an update after every micro-batch. The gradients of rank 0 are the stalest."""
     return Staleness(bound=ranks - 1, versions=ranks, every=1)
-
-
-def without_flush(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of one step of a long run: the pipeline is always full."""
-    return m * times.both + (2 * (p - 1) * m / p * times.message)
 
 
 @schedule(
@@ -43,7 +38,6 @@ def without_flush(times: Times, p: int, m: int, v: int) -> float:
     time="(n+p-1)(tF+tB) for n micro-batches of all steps",
     peak="p-d, and p-d versions of the weights",
     asynchronous=Asynchronous(newest, promise),
-    form=ClosedForm(without_flush, lambda p, m, v, d: p - d, versions=lambda p, d: p - d),
 )
 def pipedream(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """1F1B without a flush: an update after every backward, of weights that are kept for each micro-batch."""

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Mapping
 from minipar.errors import PlanError
 from minipar.program import Action, Staleness
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.pipedream import without_flush
-from minipar.strategies.schedules.registry import Asynchronous, ClosedForm, schedule
+from minipar.strategies.schedules.registry import Asynchronous, schedule
 
 
 def of_the_step_before(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
@@ -50,7 +49,6 @@ def promise(ranks: int, keys: Mapping[str, int]) -> Staleness:
     peak="p-d, and 2 versions of the weights",
     needs="microbatches >= p-1",
     asynchronous=Asynchronous(of_the_step_before, promise),
-    form=ClosedForm(without_flush, lambda p, m, v, d: p - d, versions=lambda p, d: min(2, p)),
 )
 def pipedream_2bw(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """1F1B without a flush: one update a step, with two versions of the weights."""

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from minipar.program import Action
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.pipedream import promise, without_flush
-from minipar.strategies.schedules.registry import Asynchronous, ClosedForm, schedule
+from minipar.strategies.schedules.pipedream import promise
+from minipar.strategies.schedules.registry import Asynchronous, schedule
 
 
 def seen_by_rank_0(rank: int, ranks: int, microbatch: int, microbatches: int, newest: int) -> int:
@@ -35,7 +35,6 @@ def seen_by_rank_0(rank: int, ranks: int, microbatch: int, microbatches: int, ne
     time="(n+p-1)(tF+tB) for n micro-batches of all steps",
     peak="p-d, and p versions of the weights",
     asynchronous=Asynchronous(seen_by_rank_0, promise),
-    form=ClosedForm(without_flush, lambda p, m, v, d: p - d, versions=lambda p, d: p),
 )
 def pipedream_vertical(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     """PipeDream in which all stages use the version that rank 0 used for the micro-batch."""

@@ -61,29 +61,9 @@ class Times(NamedTuple):
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-def one_version(p: int, d: int) -> int:
-    """How many versions of its weights a rank holds: one."""
-    return 1
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """The time of a step of p ranks with m micro-batches and v chunks a rank, as a formula, and what it keeps.
-
-    time       (times, p, m, v) -> seconds of a step. All ranks are equal. A message is short in comparison with a
-               forward; it delays the next rank, and the rank that sends it goes on
-    in_flight  (p, m, v, d) -> the most that rank d keeps, in units of its activations of one micro-batch
-    copies     on how many ranks each stage is
-    versions   (p, d) -> how many versions of its weights rank d holds
-    exact      whether the simulator gives the same time for any times; otherwise it does where forward and both halves
-               of the backward take equally long, and is a few per cent away elsewhere
-    """
-
-    time: Callable[[Times, int, int, int], float]
-    in_flight: Callable[[int, int, int, int], float]
-    copies: int = 1
-    versions: Callable[[int, int], int] = one_version
-    exact: bool = True
+# (times, p, m, v) -> seconds of a step of p equal ranks with m micro-batches and v chunks a rank. A message is short in
+# comparison with a forward; it delays the next rank, and the rank that sends it goes on.
+Form = Callable[[Times, int, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -99,7 +79,7 @@ class Schedule:
     placement: Placement = looped
     chunks: int = 1
     asynchronous: Asynchronous | None = None
-    form: ClosedForm | None = field(default=None, compare=False)
+    form: Form | None = field(default=None, compare=False)
 
     @property
     def summary(self) -> str:
@@ -133,7 +113,7 @@ def schedule(
     placement: Placement = looped,
     chunks: int = 1,
     asynchronous: Asynchronous | None = None,
-    form: ClosedForm | None = None,
+    form: Form | None = None,
     replace: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Decorator: register a schedule under `name`. Registering a name again replaces it, so a notebook cell can be
@@ -146,7 +126,7 @@ def schedule(
     chunks                     default number of chunks per rank; only a generator with a parameter `chunks` can take
                                another number
     asynchronous               for a schedule without a flush: which versions it uses, and its contract
-    form                       its time and memory as formulas; without it, estimates simulate one replica
+    form                       the exact time of a step, of equal ranks; without it, estimates simulate one replica
     Errors: PlanError for a name that is not one word, or that a schedule of minipar has.
     """
     if not name or any(c.isspace() or c in "=," for c in name):

@@ -18,24 +18,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from minipar.program import Action, Backward
-from minipar.strategies.schedules.one_f_one_b import one_by_one, warm_up_then_alternate
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
-
-
-def slice_by_slice(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step: that of 1F1B over m v slices. (It waits for a few messages less.)"""
-    f, i, w, message = times
-    return one_by_one(Times(f / v, i / v, w / v, message), p, m * v, v)
-
-
-def a_sequence_and_one_a_rank(p: int, m: int, v: int, d: int) -> float:
-    """What a rank keeps, in micro-batches of v slices."""
-    return min(p - d + v - 1, m * v) / v
+from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
     "seq1f1b", paper="Sun et al. 2024", time="(m+(p-1)/slices)(tF+tB)", peak="(p-d+slices-1)/slices",
-    needs="a causal model", form=ClosedForm(slice_by_slice, a_sequence_and_one_a_rank),
+    needs="a causal model",
 )  # fmt: skip
 def seq1f1b(rank: int, stages: int, microbatches: int, slices: int) -> Iterator[Action]:
     """1F1B over slices of sequences: forwards in order, the backwards of a sequence in reverse order."""

@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program import Action, Backward, Forward
-from minipar.strategies.schedules.gpipe import all_of_them, fill_and_drain
-from minipar.strategies.schedules.registry import ClosedForm, schedule
+from minipar.strategies.schedules.registry import schedule
 
 
 @schedule(
@@ -34,7 +33,6 @@ from minipar.strategies.schedules.registry import ClosedForm, schedule
     time="(sum t_j + (p-1) max t_j)(1 + tB/tF)",
     peak="slices",
     needs="a causal model",
-    form=ClosedForm(fill_and_drain, all_of_them),  # (v is the number of slices, which are equally long)
 )
 def terapipe(rank: int, stages: int, microbatches: int, slices: int) -> Iterator[Action]:
     """Slices of a sequence as micro-batches: forwards in order, backwards in reverse order."""

@@ -19,22 +19,14 @@ from collections.abc import Iterator
 
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward
 from minipar.strategies.layout import wave
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import schedule
 
 DOWN, UP = 0, 1  # the chunks of a rank: the first one on the way down the ranks, the second on the way up
-
-
-def in_a_v(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step at equal times and m >= 2p-1. Input halves that are longer than weight halves leave gaps."""
-    f, i, w, message = times
-    gaps = (p - 1) * (f / 2 + max(0.0, i - w))
-    return m * times.both + gaps + max(0, 5 * p - 7) * message
 
 
 @schedule(
     "zb-v", paper="Qi et al. 2024 (Zero Bubble)", time="m(tF+tB)+(p-1)tF/2 at tF=tI=tW", peak="min(p, m)",
     needs="time: m >= 2p-1", placement=wave, chunks=2,
-    form=ClosedForm(in_a_v, lambda p, m, v, d: min(p, m), exact=False),
 )  # fmt: skip
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Down the ranks and up again, with the backward in halves: no gap at equal times, with 1F1B's memory."""

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 from minipar.errors import PlanError
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward
-from minipar.strategies.schedules.registry import ClosedForm, Times, schedule
+from minipar.strategies.schedules.registry import Times, schedule
 
 PAPER = "Qi et al. 2024 (Zero Bubble)"
 
@@ -42,16 +42,9 @@ def h1(times: Times, p: int, m: int, v: int) -> float:
     return m * times.both + (p - 1) * (f + i) - filled + 4 * (p - 1) * message
 
 
-def h2(times: Times, p: int, m: int, v: int) -> float:
-    """Seconds of a step of ZB-H2: the ranks' windows are shifted by a forward, and what is in them has no gap at equal
-    times."""
-    f, i, w, message = times
-    return m * times.both + (p - 1) * max(f, f + i - 2 * w, i - f) + (p - 1) * message
-
-
 @schedule(
     "zb-h1", paper=PAPER, time="m(tF+tB)+(p-1)(tF+tI)-(min(p, m)-1)min(tF, tI, tW)", peak="min(p, m)",
-    form=ClosedForm(h1, lambda p, m, v, d: min(p, m)),
+    form=h1,
 )  # fmt: skip
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """1F1B with the backward in halves; weight halves wait until every rank keeps as much as the first."""
@@ -61,7 +54,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @schedule(
     "zb-h2", paper=PAPER, time="m(tF+tB)+(p-1)max(tF, w), window w=max(0, tF+tI-2tW, tI-tF)", peak="2p-1",
-    needs="m >= 2p-1", form=ClosedForm(h2, lambda p, m, v, d: 2 * p - 1),
+    needs="m >= 2p-1",
 )  # fmt: skip
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """The warm-up is so long that no rank waits between its first and last instruction."""
