@@ -192,16 +192,26 @@ def layer_costs(
 
     Errors: `PlanError` for an unknown name or number.
     """
-    if isinstance(model, str) and model in table.names():
-        fused = model not in table.PUBLISHED if fused is None else fused
-        model = table.numbers(model, **overrides)
-    elif overrides and not isinstance(model, str):
+    if not isinstance(model, (str, Transformer, Chain)):
+        model = of_preset(replace(model, **overrides))
+    elif isinstance(model, str):
+        model = named(model, **overrides)
+    elif overrides:
         model = replace(model, **overrides)
-    if not isinstance(model, (Transformer, Chain)):
-        model = sizes(model) if isinstance(model, str) else of_preset(model, flash=fused is None or fused)
+    if fused is not None and isinstance(model, Transformer):
+        model = replace(model, flash=fused)
     if isinstance(model, Chain):
         return _chain(model, rows, element)
     return _transformer(division.of(model), rows, element, selective, division)
+
+
+def named(name: str, **overrides: Any) -> Sizes:
+    """A model by its name, for counting layer by layer: a published GPT with the attention of its papers, which keeps
+    matrices of sequence x sequence. (`minipar estimate` has one kernel for it, unless the words are flash=false.)"""
+    if name not in table.names():
+        return sizes(name)
+    model = of_preset(table.numbers(name, **overrides), name)
+    return replace(model, flash=False) if name in table.PUBLISHED and isinstance(model, Transformer) else model
 
 
 def _chain(model: Chain, rows: float, element: int) -> LayerCosts:

@@ -284,8 +284,8 @@ def _check_whole(key: str, value: object, least: int) -> None:
         raise PlanError(f"{key}={value!r}: must be a whole number from {least} to {most}")
 
 
-def of_gpt(numbers: GPT, name: str = "", flash: bool = True) -> Transformer:
-    """The same model as `models.gpt` builds. Without `flash`, attention as the papers had it until 2022."""
+def of_gpt(numbers: GPT, name: str = "") -> Transformer:
+    """The same model as `models.gpt` builds."""
     n = numbers
     return Transformer(
         n.layers,
@@ -295,7 +295,7 @@ def of_gpt(numbers: GPT, name: str = "", flash: bool = True) -> Transformer:
         n.vocab,
         tied=n.tied,
         dropout=bool(n.dropout),
-        flash=flash,
+        flash=True,
         built=name in PRESETS,
         name=name,
     )
@@ -311,10 +311,10 @@ def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
     )  # fmt: skip
 
 
-def of_preset(numbers: Preset, name: str = "", flash: bool = True) -> Sizes:
-    """The same model as minipar builds from these numbers; without `flash`, a GPT as the papers ran it."""
+def of_preset(numbers: Preset, name: str = "") -> Sizes:
+    """The same model as minipar builds from these numbers."""
     if isinstance(numbers, GPT):
-        return of_gpt(numbers, name, flash)
+        return of_gpt(numbers, name)
     return of_mixture(numbers, name) if isinstance(numbers, Mixture) else _chain(name, numbers)
 
 

@@ -320,11 +320,12 @@ def _plainest_first(space: Space, best: list[Planned]) -> list[Planned]:
 
 
 def mechanisms(numbers: PlanNumbers) -> int:
-    """How many things a plan does that plain data parallelism does not."""
+    """How many things a plan does that plain data parallelism does not. An axis counts twice, and so do sums of
+    gradients after each micro-batch of a pipeline."""
     n = numbers
-    axes = sum(size > 1 for size in (n.tp, n.pp, n.cp, n.ep))
+    axes = sum(size > 1 for size in (n.tp, n.pp, n.cp, n.ep, n.zero if n.pp > 1 else 1))
     rest = (n.zero > 0) + (n.zero > 1) + (n.zero > 2) + (not n.every and n.zero > 1) + bool(n.checkpoint)
-    return axes + rest + 2 * len(n.offload) + 2 * (n.pp > 1 and n.schedule not in USUAL) + (n.chunks > 1)
+    return 2 * axes + rest + 2 * len(n.offload) + 2 * (n.pp > 1 and n.schedule not in USUAL) + (n.chunks > 1)
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:

@@ -82,7 +82,7 @@ class Work(NamedTuple):
     core                 seconds of the attention core's forward, which "selective" runs again
     sent, sent_back      seconds of collectives of ranks that share the block, forward and backward
     again                seconds of collectives when the block runs forward again
-    flops, core_flops    operations of all ranks that share the block, forward
+    flops, core_flops    operations of all ranks that share the block, forward; a causal kernel does half of the pairs
     """
 
     matrix: float
@@ -258,10 +258,11 @@ def block_work(
         to_experts = 2 * exchange(machine, links(machine, ep, tp * cp), e * tokens * reached * h / tp)
     sent = part + ring + to_experts
 
-    matrix = products + core
+    matrix, flops = products + core, model.core_flops * rows
+    done = flops / 2 if model.flash else flops  # (what the kernel computes)
     return Work(
         matrix, memory, (2 * products + core_back, memory_back), products, core + softmax, sent, sent + ring, sent,
-        model.block_flops * rows, model.core_flops * rows,
+        model.block_flops * rows - flops + done, done,
     )  # fmt: skip
 
 

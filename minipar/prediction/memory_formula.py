@@ -45,24 +45,23 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def per_rank(
-    plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, flash: bool = True, **overrides: Any
+    plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[RankMemory]:
     """Bytes of each rank, in rank order, for a step of `batch` rows; default: one row for every micro-batch.
 
     division    how further ranks share each layer, which the plan does not say: the bytes are those of one of them, and
                 the ranks of ep are some of the plan's replicas
-    flash       whether attention is one kernel, which keeps no matrix of sequence x sequence
     overrides   numbers that replace the model's, such as layers=48
     Errors: `PlanError` for an unknown model, and for a plan that does not fit it.
     """
-    return [detail.memory for detail in details(plan, model, batch, division, flash, **overrides)]
+    return [detail.memory for detail in details(plan, model, batch, division, **overrides)]
 
 
 def details(
-    plan: Plan, model: str, batch: int | None = None, division: Division = WHOLE, flash: bool = True, **overrides: Any
+    plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE, **overrides: Any
 ) -> list[Detail]:
     """As `per_rank`, with the origin of the bytes."""
-    chosen = model_of(model, flash, **overrides)
+    chosen = model_of(model, **overrides) if isinstance(model, str) else model
     division.check(chosen, plan.dp)
     if isinstance(chosen, Transformer):
         chosen = division.of(chosen)
@@ -75,14 +74,14 @@ def details(
     return [detail for rows in largest for detail in found[rows] for _ in range(plan.sharing)]
 
 
-def model_of(model: str, flash: bool = True, **overrides: Any) -> Sizes:
+def model_of(model: str, **overrides: Any) -> Sizes:
     """A model by its name or words. Errors: PlanError for an unknown one, and for one whose layers branch."""
     if model not in table.names():
         return sizes(" ".join([model, *(f"{key}={value}" for key, value in overrides.items())]))
     numbers = table.numbers(model, **overrides)
     if isinstance(numbers, Branchy):
         raise PlanError(f"memory: no formula for {model}, whose layers branch; possible is `minipar run --memory`")
-    return of_preset(numbers, model, flash)
+    return of_preset(numbers, model)
 
 
 def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNumbers:

@@ -21,8 +21,8 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
-from minipar.models import shapes, table
-from minipar.models.sizes import Sizes, Transformer, of_preset
+from minipar.models import shapes
+from minipar.models.sizes import Sizes, Transformer
 from minipar.prediction import memory_formula
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plan_numbers import PRECISIONS, Precision
@@ -81,7 +81,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
 
     shape = shapes.shape(model, element_size=element)
     trace = simulated(plan.compile(shape, costs=measured, time_of=lambda program: simulated(program).time))
-    return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch, flash=model not in table.PUBLISHED))
+    return Estimate(plan, trace, memory_formula.per_rank(plan, analytic.named(model), batch))
 
 
 def profile(model: str, rows: Iterable[int], precision: str = "float32", selective: bool = False) -> Profile:
@@ -90,7 +90,7 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
     selective   whether the backward of a block runs its attention core forward again
     """
     kinds, by_rows = PRECISIONS[precision], {}
-    chosen = of_preset(table.numbers(model), model, flash=model not in table.PUBLISHED)
+    chosen = analytic.named(model)
     for count in rows:
         costs = analytic.layer_costs(model, count, kinds.activation, selective=selective)
         first = analytic.input_flops(model, count, selective=selective)

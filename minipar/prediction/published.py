@@ -19,7 +19,7 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from minipar.costs.hardware import Hardware
+from minipar.costs.hardware import PRESETS, Hardware
 from minipar.models.sizes import Sizes, Transformer, sizes
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import numbers_of, table_of
@@ -100,7 +100,9 @@ def like(time: float, numbers: PlanNumbers, model: Sizes, machine: Hardware) -> 
     if not isinstance(model, Transformer):
         return Bar(time, time, 0, 0.0)
     here = _place(numbers, model)
-    known = _places().get((machine.like or machine.name, numbers.software), ())
+    kin = PRESETS.get(machine.like, machine)
+    name = kin.name if kin.flops == machine.flops else machine.name  # (rows of a faster or slower device tell nothing)
+    known = _places().get((name, numbers.software), ())
     near = sorted(known, key=lambda one: sum(abs(a - b) for a, b in zip(here, one[0], strict=True)))[:NEAR]
     if not near:
         return Bar(time, time, 0, 0.0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import minipar
 from minipar.planner import exhaustive
 from minipar.planner.exhaustive import search
 from tests.lending import lend
@@ -34,3 +38,18 @@ def test_every_block_runs(capsys, clusters, monkeypatch, fewer_plans):
     assert space["best"].time < space["problem"].propagated().time
     assert "True" in out
     assert sum(space["times"][0]) == 12
+
+
+def test_answers_to_questions_are_what_estimates_say():
+    """The plans of docs/questions.md (`python -m docs.questions`), and nothing absurd in them."""
+    text = Path("docs/questions.md").read_text(encoding="utf-8")
+    asked = r'--model "(.*)" --hardware "(.*)" --nodes (\d+) --gpus-per-node (\d+) --batch (\d+)'
+    asked += r".*\n\n`(.*)`\n\n.* takes (\S+) s"
+    found = re.findall(asked, text)
+    assert len(found) == text.count("\n## ") - text.count("no plan fits") >= 9
+    for model, devices, nodes, each, batch, plan, seconds in found:
+        one = minipar.estimate(plan, model, devices, int(batch), nodes=int(nodes), gpus_per_node=int(each))
+        assert one.time == pytest.approx(float(seconds), rel=1e-3)
+        assert one.fits
+        assert one.mfu < 0.67 or "fp8" in plan, "no published run reaches more"
+        assert "offload" not in plan or devices == "4090"

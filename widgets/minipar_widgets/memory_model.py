@@ -59,7 +59,7 @@ class Memory:
     @staticmethod
     def of(choice: Choice) -> Memory:
         one = choice
-        found = memory_formula.details(one.plan, one.model, one.batch, one.division, flash=True, **one.numbers)
+        found = memory_formula.details(one.plan, one.model, one.batch, one.division, **one.numbers)
         return Memory(choice, tuple(found))
 
     @cached_property
