@@ -13,9 +13,8 @@ Numbers come from the same formulas as the search's.
 from __future__ import annotations
 
 from minipar.errors import PlanError
-from minipar.models.sizes import Transformer
 from minipar.planner.planned import Planned, difference
-from minipar.planner.space import Space, divides
+from minipar.planner.space import Space
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
@@ -27,7 +26,7 @@ MOST = 6
 def reasons(found: Planned, space: Space) -> tuple[str, ...]:
     """At most MOST sentences: what does not fit, what mends it and what stands beside that, what it costs, where the
     time goes, and what nobody knows."""
-    words = [_whole_model(found, space), *_tensor(found, space)[:1], *_pipeline(found, space)[:1]]
+    words = [_whole_model(found, space), *_tensor(found, space), *_pipeline(found, space)]
     words += [*_offload(found, space), *_zero(found, space), *_recomputation(found, space), _where(found)]
     words = [text for text in words if text]
     return (*words[: MOST - 1], words[-1]) if len(words) > MOST else tuple(words)
@@ -122,55 +121,22 @@ def _whole_model(found: Planned, space: Space) -> str:
     return ""
 
 
-def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
-    """The plan with another tp or pp, on as many devices: dp and micro-batches change along."""
-    built = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
-    if built.pp == 1:  # (a single stage has no order)
-        built = built._replace(schedule="1f1b", chunks=1)
-    if not divides(space.model.layers, built.pp, built.chunks):
-        return None
-    others = built.tp * built.pp * built.cp * built.ep
-    if space.devices % others:
-        return None
-    dp = space.devices // others
-    if dp < 1 or space.batch % (dp * int(n.rows)):
-        return None
-    return built._replace(dp=dp, microbatches=space.batch // dp // int(n.rows))
-
-
 def _tensor(found: Planned, space: Space) -> list[str]:
-    n, inside = found.numbers, space.machine.per_node
-    if not isinstance(space.model, Transformer) or (n.tp == 1 and inside == 1):
+    n = found.numbers
+    if n.tp == 1:
         return []
-    words = []
-    if n.tp > 1:
-        sent = found.cost.seconds.get("collectives of shared layers", 0.0)
-        where = "one node" if n.tp <= inside else "several nodes"
-        words.append(
-            f"tp={n.tp} shares each layer among GPUs of {where}; its collectives take {sent / found.cost.time:.0%}."
-        )
-    beside = []
-    for tp in (n.tp // 2, n.tp * 2):
-        other = _moved(n, space, tp=tp) if tp >= 1 else None
-        if other is not None and not (tp == 1 and n.sequence_parallel):
-            beside.append(f"tp={tp} {_beside(found, space, other)}")
-    return [*words, f"Beside it, {' and '.join(beside)}."] if beside and words else words
+    sent = found.cost.seconds.get("collectives of shared layers", 0.0)
+    where = "one node" if n.tp <= space.machine.per_node else "several nodes"
+    return [f"tp={n.tp} shares each layer among GPUs of {where}; its collectives take {sent / found.cost.time:.0%}."]
 
 
 def _pipeline(found: Planned, space: Space) -> list[str]:
     n = found.numbers
     if n.pp == 1:
         return []
-    bubble = found.cost.seconds.get("bubble", 0.0)
     how = f", {n.chunks} chunks a rank" if n.chunks > 1 else ""
-    share = f"{bubble / found.cost.time:.1%}"
-    words = [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {share}."]
-    beside = []
-    for pp in (n.pp // 2, n.pp * 2):
-        other = _moved(n, space, pp=pp) if pp >= 1 else None
-        if other is not None:
-            beside.append(f"pp={pp} {_beside(found, space, other)}")
-    return [*words, f"Beside it, {' and '.join(beside)}."] if beside else words
+    share = f"{found.cost.seconds.get('bubble', 0.0) / found.cost.time:.1%}"
+    return [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {share}."]
 
 
 def _zero(found: Planned, space: Space) -> list[str]:
@@ -195,15 +161,6 @@ def _recomputation(found: Planned, space: Space) -> list[str]:
     return [
         f"checkpoint={n.checkpoint} runs {share} of the step again; without it the plan {_beside(found, space, less)}."
     ]
-
-
-def _rows(found: Planned, space: Space) -> list[str]:
-    n = found.numbers
-    twice = int(n.rows) * 2
-    if space.batch % (n.dp * twice):
-        return []
-    other = n._replace(rows=float(twice), microbatches=space.batch // n.dp // twice)
-    return [f"micro_batch_size={n.rows:g}: with {twice} rows the plan {_beside(found, space, other)}."]
 
 
 def _offload(found: Planned, space: Space) -> list[str]:

@@ -634,16 +634,6 @@ def _over_copies(numbers: PlanNumbers, machine: Hardware, parameters: float) -> 
     return 2 * gather(machine, links(machine, 2, n.tp * n.cp * n.ep * n.dp), n.bytes.gradient * parameters)
 
 
-def layer_works(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[Work]:
-    """The work of every layer, embedding and head included."""
-    d = numbers.division
-    if isinstance(model, Chain):
-        return list(chain_work(model, machine, numbers.precision, numbers.rows))
-    given = (model, machine, numbers.precision, numbers.rows, d.tp, d.cp, d.ep, d.sequence)
-    embed, head = ends_work(*given)
-    return [embed, *[block_work(*given)] * model.layers, head]
-
-
 def optimizer_seconds(numbers: PlanNumbers, machine: Hardware, updated: int) -> float:
     """Seconds of the optimizer over so many parameters.
 

@@ -11,11 +11,13 @@ from minipar.costs import analytic
 from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
-from minipar.models.sizes import Sizes
+from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.closed_form import (
     Work,
+    block_work,
+    chain_work,
+    ends_work,
     gather,
-    layer_works,
     line,
     on_device,
     optimizer_seconds,
@@ -102,7 +104,13 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         model.name,
     )
     rows, batch = round(n.rows), round(n.batch)
-    layers = _on_machine(layer_works(n, model, machine), n, model, machine)
+    if isinstance(model, Chain):
+        works = list(chain_work(model, machine, n.precision, n.rows))
+    else:
+        given = model, machine, n.precision, n.rows, n.tp, n.cp, n.ep, n.sequence_parallel
+        embed, head = ends_work(*given)
+        works = [embed, *[block_work(*given)] * model.layers, head]
+    layers = _on_machine(works, n, model, machine)
     seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
     measured = profile_of(model, each, n.division, groups, {rows: layers}, seconds)
     program = plan.compile(shape, costs=measured)
