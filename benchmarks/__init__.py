@@ -34,6 +34,7 @@ NAMES = (
     "server",
     "checking",
     "widgets",
+    "site",
     "gpu",
 )
 

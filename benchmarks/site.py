@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from docs.site import engine
 
 _PROGRAM = """
 import { readFileSync } from "node:fs";
+const cpu = () => { const used = process.cpuUsage(); return (used.user + used.system) / 1e3; };
 const before = performance.now();
 const { loadPyodide } = await import("MODULES/pyodide/pyodide.mjs");
 const py = await loadPyodide();
@@ -21,8 +23,12 @@ const open = (view, address) => {
   py.runPython(`Live().answer({"do": "open", "view": "${view}", "address": "${address}"}); None`);
 };
 open("ScheduleExplorer", "");
-const found = { boot: performance.now() - before };
-const timed = (name, run) => { const start = performance.now(); run(); found[name] = performance.now() - start; };
+const found = { boot: [performance.now() - before, cpu()] };
+const timed = (name, run) => {
+  const start = performance.now(), used = cpu();
+  run();
+  found[name] = [performance.now() - start, cpu() - used];
+};
 timed("simulate", () => open("ScheduleExplorer", "stages=16&microbatches=64"));
 timed("plan", () => open("PlanExplorer", "model=llama2-70b&hardware=h100&gpus=64&batch=512"));
 console.log(JSON.stringify(found));
@@ -30,6 +36,8 @@ console.log(JSON.stringify(found));
 
 
 def measure(quick: bool = False) -> list[Row]:
+    if not (shutil.which("node") and shutil.which("npm")):
+        return []
     modules = engine.install(engine.ROOT / "build" / "npm")
     with tempfile.TemporaryDirectory() as work:
         packed, program = Path(work) / "minipar.zip", Path(work) / "run.mjs"
@@ -38,10 +46,17 @@ def measure(quick: bool = False) -> list[Row]:
         runs = 1 if quick else 3
         texts = [subprocess.run(["node", program], capture_output=True, text=True, check=True) for _ in range(runs)]
     found = [json.loads(text.stdout) for text in texts]
-    best = {name: min(run[name] for run in found) / 1e3 for name in found[0]}
+    # The clock, and the computing of all threads beside it, which other work on the machine lengthens less.
+    best = {name: [min(run[name][k] for run in found) / 1e3 for k in (0, 1)] for name in found[0]}
+    rows = {
+        "boot": ("from nothing to a live explorer", 6.0, ""),
+        "simulate": ("explorer, 16 ranks x 64 micro-batches", 1.0, ""),
+        "plan": ("plans for Llama 70B on 64 H100", 10.0, "; and those of a smaller model"),
+    }
     return [
         Row("page: minipar, zipped", size / 1e3, "kB", engine.MOST / 1e3),
-        Row("page: from nothing to a live explorer", best["boot"], "s", 6.0),
-        Row("page: explorer, 16 ranks x 64 micro-batches", best["simulate"], "s", 1.0),
-        Row("page: plans for Llama 70B on 64 H100", best["plan"], "s", 10.0, None, "and those of a smaller model"),
+        *(
+            Row(f"page: {words}", best[name][0], "s", most, None, f"{best[name][1]:.2f} s of computing{more}")
+            for name, (words, most, more) in rows.items()
+        ),
     ]

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 HEAD = """# Gallery
 
-All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. In JupyterLab they are
-alive: `lessons/explorer.ipynb` has all of them on one page, and `widget.to_html("page.html")` makes a page of each
-that works without a kernel. Made by `make gallery`.
+All views of `minipar_widgets`, as the static pictures that stand for them where nothing runs. They are alive on the
+site (`make site`), with nothing installed, and in JupyterLab: `lessons/explorer.ipynb` has all of them on one page. And
+`widget.to_html("page.html")` makes a page of each that works without a kernel. Made by `make gallery`.
 """
 IMPORTS = """from functools import partial
 from minipar import Cluster, Plan, data, models, simulate
