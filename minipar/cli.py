@@ -26,7 +26,7 @@ from minipar.program import Op
 from minipar.program.mesh import AXES, Mesh
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import schedules
-from minipar.strategies.keys import check_keys
+from minipar.strategies.keys import check_keys, form_pairs
 from minipar.strategies.micro_batch_size import without_micro_batch_size
 from minipar.strategies.plan import Plan, table
 from minipar.wording import several
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from minipar.program.shape import Shape
     from minipar.sharding.propagation import Divided
     from minipar.training.training import Run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class _Parser(argparse.ArgumentParser):
@@ -201,8 +196,8 @@ def _parser() -> _Parser:
     one.add_argument("--mesh", required=True, type=_mesh, help="axes and their sizes, such as dp=2,tp=2")
     one.add_argument(
         "--annotate", default=None, metavar="RULES",
-        help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp', or a JSON or TOML file of "
-        "them (default: the forms that `run` takes)",
+        help="patterns of names and forms, such as '*.mlp.0=S-1 on tp; *.mlp.2=P on tp' (default: the forms that `run` "
+        "takes)",
     )  # fmt: skip
     one.add_argument(
         "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
@@ -693,36 +688,8 @@ def _mesh(text: str) -> Mesh:
     return Mesh(found)
 
 
-def _annotations(text: str) -> dict[str, str]:
-    """From words, or from a file. A form has commas (`S0 on dp, S1 on tp`), so rules are separated by `;`."""
-    path = Path(text)
-    if path.suffix in (".json", ".toml"):
-        try:
-            content = path.read_text("utf-8")
-            found = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
-        except OSError as error:
-            raise PlanError(f"--annotate {text}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise PlanError(f"--annotate {text}: {error}") from None
-        if not isinstance(found, dict) or not all(isinstance(form, str) for form in found.values()):
-            raise PlanError(
-                f"--annotate {text}: must be one table of patterns and forms, such as "
-                + ('{"*.mlp.0": "S-1 on tp"}' if path.suffix == ".json" else '"*.mlp.0" = "S-1 on tp"')
-            )
-        return found
-    rules: dict[str, str] = {}
-    for rule in filter(None, map(str.strip, text.split(";"))):
-        pattern, equals, form = map(str.strip, rule.partition("="))
-        if not equals or not pattern or not form:
-            raise PlanError(f"--annotate {rule!r}: write PATTERN=FORM, such as '*.mlp.0=S-1 on tp'")
-        if pattern in rules:
-            raise PlanError(f"--annotate {pattern!r}: is there twice; keep one of the two")
-        rules[pattern] = form
-    return rules
-
-
 def _shard(options: argparse.Namespace) -> dict[str, Any]:
-    rules = None if options.annotate is None else _annotations(options.annotate)
+    rules = None if options.annotate is None else dict(form_pairs(options.annotate))
     mesh, tensor = options.mesh, options.mesh.length("tp")
     if options.sequence_parallel and tensor == 1:
         raise PlanError("--sequence-parallel: is of ranks that share layers; possible is --mesh tp=2")

@@ -222,9 +222,8 @@ def test_shard_gives_coverage_forms_and_collectives(capsys):
     assert (code, [out.index(part) for part in parts]) == (0, sorted(out.index(part) for part in parts))
 
 
-def test_shard_takes_annotations(capsys, tmp_path):
-    (tmp_path / "a.json").write_text('{"0.0": "S1 on tp", "1.0": "P on tp"}')
-    for rules in ("0.0=S1 on tp; 1.0 = P on tp", str(tmp_path / "a.json")):
+def test_shard_takes_annotations(capsys):
+    for rules in ("0.0=S1 on tp; 1.0 = P on tp", "0.0=S1@tp;1.0=P@tp"):
         found = data(capsys, "shard", "--model", "mlp-tiny", "--mesh", "tp=2", "--annotate", rules)
         assert [(one["op"], one["phase"]) for one in found["collectives"]] == [("all_reduce", "forward")]
         assert found["forms"]["1.0.weight"] == "S1 on tp"
@@ -287,8 +286,7 @@ def test_a_model_of_one_s_own_with_its_own_loss(capsys, tmp_path, monkeypatch):
     ("--mesh tp=2 --annotate *.mlp.0.weight=P", ["1.mlp.0.weight: form P on tp: it is given", "possible are S0, S1"]),
     ("--mesh tp=2 --annotate *.mlp.0=S1_on_tx", ["1.mlp.0 (linear_2): form 'S1 on tx'", "possible are tp"]),
     ("--mesh tp=2 --annotate *.mlp.7=P", ["'*.mlp.7': no operator or parameter has such a name; the closest are"]),
-    ("--mesh tp=2 --annotate *.mlp.0", ["write PATTERN=FORM"]),
-    ("--mesh tp=2 --annotate none.json", ["No such file"]),
+    ("--mesh tp=2 --annotate *.mlp.0", ["must be none, or patterns of names with forms"]),
     ("--mesh dp=2 --sequence-parallel", ["possible is --mesh tp=2"]),
     ("--mesh tp=2 --model gpt-small", ["model 'gpt-small': no such preset; there are gpt-tiny"]),
     ("--mesh cp=2 --model mlp-tiny", ["--mesh cp=2: each rank has a part of the tokens, but the output 2:linear is I"]),
