@@ -101,16 +101,14 @@ def test_damage_is_found(tmp_path: Path) -> None:
     store = DiskStore(str(tmp_path))
     store.put("x", torch.arange(5000)).result()
     with open(file_of(store), "r+b") as file:
-        file.seek(4096 + 123)
+        file.seek(123)
         file.write(b"!")
     with pytest.raises(StoreError, match="damaged"):
         got(store, "x", torch.arange(5000))
-    os.truncate(file_of(store), 4096 + 512)
-    with pytest.raises(StoreError, match="cut short|damaged"):
-        got(store, "x", torch.arange(5000))
-    os.truncate(file_of(store), 0)
-    with pytest.raises(StoreError, match="not the one that was written"):
-        got(store, "x", torch.arange(5000))
+    for size in (512, 0):
+        os.truncate(file_of(store), size)
+        with pytest.raises(StoreError, match="cut short|damaged"):
+            got(store, "x", torch.arange(5000))
     store.close()
 
 

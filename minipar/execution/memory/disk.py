@@ -1,6 +1,6 @@
 """Tensors in one file of the disk, each with a checksum; they are written past the page cache where that is possible.
 
-    | header (magic, bytes, checksum), padded to a block | data, padded to a block |  the next tensor ...
+    | data, padded to a block |  the next tensor ...
 
 The file has no name: it is removed as soon as it is open, so that the system frees it when this process has ended, in
 any way. A tensor that is put again gets another place, and the old one is free when the new one is whole. Writing and
@@ -13,7 +13,6 @@ import contextlib
 import errno
 import mmap
 import os
-import struct
 import tempfile
 import zlib
 from collections import deque
@@ -31,8 +30,6 @@ from minipar.wording import several
 
 BLOCK = 4096
 STAGE = 4 << 20  # bytes of the staging buffer
-_HEADER = struct.Struct("<8sQI")
-_MAGIC = b"minipar1"
 
 
 class Place(NamedTuple):
@@ -40,6 +37,7 @@ class Place(NamedTuple):
 
     start: int
     blocks: int
+    checksum: int
     shape: torch.Size
     dtype: torch.dtype
 
@@ -156,15 +154,15 @@ class DiskStore:
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         tensor = laid_out(tensor.cpu())
         data = memory_of(tensor)
-        blocks = 1 + -(-len(data) // BLOCK)
+        blocks = -(-len(data) // BLOCK)
         while self._unused:
             self._release(self._unused.popleft())
         free = self._free.get(blocks)
-        place = Place(free.pop() if free else self._end, blocks, tensor.shape, tensor.dtype)
+        place = Place(free.pop() if free else self._end, blocks, zlib.crc32(data), tensor.shape, tensor.dtype)
         self._end = max(self._end, place.start + blocks * BLOCK)
         try:
             at = place.start
-            for block in self._blocks(_HEADER.pack(_MAGIC, len(data), zlib.crc32(data)), data):
+            for block in self._blocks(data):
                 if os.pwrite(self.file, block, at) != len(block):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 at += len(block)
@@ -192,11 +190,9 @@ class DiskStore:
             with contextlib.suppress(RuntimeError):  # (the store is being closed)
                 self._reader.submit(self._unused.append, place)
 
-    def _blocks(self, header: bytes, data: memoryview) -> Iterator[memoryview]:
-        """Header and data through the staging buffer, in whole blocks."""
+    def _blocks(self, data: memoryview) -> Iterator[memoryview]:
+        """Data through the staging buffer, in whole blocks."""
         stage = memoryview(self._stage)
-        stage[: len(header)] = header
-        yield stage[:BLOCK]
         for start in range(0, len(data), STAGE):
             part = data[start : start + STAGE]
             stage[: len(part)] = part
@@ -221,12 +217,8 @@ class DiskStore:
         stage = memoryview(self._stage_back)
         try:
             os.lseek(self.file, place.start, os.SEEK_SET)  # (only reads use this; macOS has no preadv)
-            got = os.readv(self.file, [stage[:BLOCK]])
-            magic, size, checksum = _HEADER.unpack(stage[: _HEADER.size])
-            if got < _HEADER.size or magic != _MAGIC or size != len(data):
-                raise StoreError(f"disk: the file of {key} in {self.folder} is not the one that was written")
-            for start in range(0, size, STAGE):
-                count = min(STAGE, size - start)
+            for start in range(0, len(data), STAGE):
+                count = min(STAGE, len(data) - start)
                 have = 0
                 while have < count:
                     got = os.readv(self.file, [stage[have : -(-count // BLOCK) * BLOCK]])
@@ -236,7 +228,7 @@ class DiskStore:
                 data[start : start + count] = stage[:count]
         except OSError as error:
             raise StoreError(f"disk: {key} could not be read from {self.folder}: {error.strerror}") from error
-        if zlib.crc32(data) != checksum:
+        if zlib.crc32(data) != place.checksum:
             raise StoreError(f"disk: the file of {key} in {self.folder} is damaged: its checksum is another one")
 
     def _forget(self, key: Hashable) -> None:
