@@ -46,7 +46,9 @@ def assert_equals_plain_torch(
     for p in model.parameters():
         p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
     for module in model.modules():
-        module._buffers.update({k: b.double() for k, b in module._buffers.items() if b.is_floating_point()})
+        for key, buffer in [*module._buffers.items()]:
+            if buffer.is_floating_point():
+                module._buffers[key] = buffer.double()
     own, losses, gradients = optimizer(list(model.parameters())), [], []
     for step in range(steps):
         found = pairs[step] if isinstance(pairs, list) else pairs if isinstance(pairs, tuple) else pairs.batch(step, 8)

@@ -279,7 +279,8 @@ class UntouchedInputs:
                 raise
         with torch.no_grad():
             for tensor, copied in zip(seen.tensors, copies, strict=True):
-                tensor.data.copy_(copied)
+                if not torch.equal(tensor, copied):  # (one that is expanded cannot be written into)
+                    tensor.data.copy_(copied)
             for module, name, buffer, copied in buffers:
                 module._buffers[name] = buffer
                 buffer.copy_(copied)

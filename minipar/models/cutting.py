@@ -176,8 +176,10 @@ def units_of(model: nn.Module, fine: bool) -> dict[str, nn.Module]:
 
 
 def is_unit(module: nn.Module, path: str, modules: Mapping[str, nn.Module], fine: bool) -> bool:
-    """Whether a module is not looked into: an element of a container, or one that has no container of blocks; if fine,
-    one of torch's own, or one without modules."""
+    """Whether a module is not looked into: an element of a container, one that torch.compile has wrapped, or one that
+    has no container of blocks; if fine, one of torch's own, or one without modules."""
+    if "_orig_mod" in module._modules:
+        return True
     if fine:
         own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
         return own or not module._modules

@@ -433,7 +433,7 @@ def _layer(
 
     def part(path: str, module: nn.Module) -> nn.Module:
         if path not in units:
-            own_copy = _shallow(module)
+            own_copy = shallow(module)
             for name, child in module._modules.items():
                 own_copy._modules[name] = child and part(f"{path}.{name}" if path else name, child)
             for name, parameter in module._parameters.items():
@@ -452,10 +452,11 @@ def _layer(
     return Whole(part("", model), call, own_part)
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow(module: nn.Module) -> nn.Module:
     """A module with the same parameters and children, to which others can be given."""
     found: nn.Module = object.__new__(type(module))
     found.__dict__.update(module.__dict__)
+    found.__dict__.pop("_compiled_call_impl", None)  # (which calls the other one)
     for one in ("_parameters", "_buffers", "_modules"):
         found.__dict__[one] = dict(module.__dict__[one])
     return found
@@ -463,7 +464,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 def _emptied(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have their shapes, and no memory; it is called, but nothing runs."""
-    found = _shallow(module)
+    found = shallow(module)
     setattr(found, EMPTIED, True)
     for name, child in module._modules.items():
         found._modules[name] = child and _emptied(child)

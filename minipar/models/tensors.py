@@ -150,7 +150,7 @@ def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: An
         for key, part in zip(keys, parts, strict=True):
             object.__setattr__(found, key, part)
         return found
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[call-arg]
+    return kind._make(parts) if hasattr(kind, "_fields") else kind(parts)  # type: ignore[attr-defined, call-arg]
 
 
 def laid_out(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from minipar.models.cutting import (
     versions,
 )
 from minipar.models.network import Network
-from minipar.models.replaying import Whole, at_blocks
+from minipar.models.replaying import Whole, at_blocks, shallow
 from minipar.models.tensors import arguments, count_bytes, opaque, rebuilt
 
 _WHOLE = "model."  # where the tracer finds the model
@@ -65,6 +65,7 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
         way = "the elements of an nn.Sequential"
         named = {_key(path): _Only(path, module) for path, module in found}
         return check(model, Layered(named, model), example, _call, way)
+    model = _uncompiled(model)
     errors: list[PlanError] = []
     for fine in (False, True):
         for rung in (_between_operators, partial(at_blocks, call=_call)):
@@ -113,6 +114,24 @@ def _call(model: nn.Module, example: Any) -> Any:
     # (keys and values of transformers' models are no values that layers hand on)
     options = {"use_cache": False} if named and getattr(getattr(model, "config", None), "use_cache", False) else {}
     return model(*args, **options | named)
+
+
+class Uncompiled(nn.Module):
+    """In place of a module that torch.compile has wrapped: what is in it, at its path there."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod, self.training = wrapped.get_submodule("_orig_mod"), wrapped.training
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self._orig_mod(*args, **named)
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model as code that can be followed. (Modules in it stay compiled: they are units.)"""
+    if "_orig_mod" in model._modules:
+        return Uncompiled(model)
+    return model if model._compiled_call_impl is None else shallow(model)
 
 
 # an nn.Sequential -----------------------------------------------------------------------------------------------------

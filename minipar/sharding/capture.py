@@ -15,6 +15,7 @@ import contextlib
 import io
 import linecache
 import logging
+import math
 import operator
 import re
 from collections import Counter
@@ -193,6 +194,8 @@ def _captured(
                 why = "computes with complex numbers"
             elif any(not isinstance(op.call, torch._ops.OpOverload) for op in layer.graph.operators):
                 why = "has a transform of torch.func, such as vmap"
+            elif any(_writes_a_part(op, layer.graph) for op in layer.graph.operators):
+                why = "writes into a part of a tensor"
             elif compare:
                 why = difference(module, program.module(), given, flows)
             if not why:
@@ -203,6 +206,17 @@ def _captured(
             why = error.reason.partition(": ")[2] or error.reason
     graph, output = graph_of(module, given, why, flows)
     return Layer(graph), None, output
+
+
+def _writes_a_part(op: Operator, graph: Graph) -> bool:
+    """Whether an operator changes what is a view of a larger tensor: that one might be read in another node."""
+    if not op.inputs or not getattr(getattr(op.call, "_schema", None), "is_mutable", False):
+        return False
+    maker = next((other for other in graph.operators if op.inputs[0] in other.outputs), None)
+    if maker is None or not maker.inputs or not any(one.alias_info for one in maker.call._schema.returns):
+        return False
+    base, part = graph.tensors[maker.inputs[0]].shape, graph.tensors[op.inputs[0]].shape
+    return math.prod(part) != math.prod(base)
 
 
 def _is_complex(node: fx.Node) -> bool:

@@ -208,6 +208,7 @@ def local_model(
     both = zip(parts_of(inputs, len(mesh)), mesh, strict=True)
     given = ", ".join(f"{_placed(part)} on {axis}" for part, (axis, _) in both)
     found, built, known = None, [], dict[str, nn.Parameter]()
+    own_parameters = [(module, dict(module._parameters)) for module in model.modules()]
     for j, ((small, large), constants) in enumerate(zip(graphs.layers, graphs.constants, strict=True)):
         try:
             found = propagate_model(small, chosen, mesh, given, before=found)
@@ -215,6 +216,8 @@ def local_model(
         except PlanError as error:
             if not slices:
                 holders = _blamed(model, error, annotations is None or isinstance(annotations, Preset))
+                for module, parameters in own_parameters:  # (a layer that is computed whole was given shared ones)
+                    module._parameters.update(parameters)
                 if not holders.keys() <= graphs.whole.keys():
                     again = capture_graphs(model, count, example, slices, {**graphs.whole, **holders})
                     return local_model(model, index, sharers, example, annotations, inputs, slices, again)
@@ -335,6 +338,7 @@ def _nodes(
             if name in dict(layer.named_buffers()) and isinstance(value, Tensor)
         }
         layers.append(nodes)
+        names |= {id(p): name for name, p in known.items()}  # (which modules of several layers have now)
     return layers
 
 

@@ -198,6 +198,26 @@ def test_a_gradient_that_is_rounding_alone_is_no_mistake(clusters):
     assert found.checked.steps == [0, 2]
 
 
+class Narrow(nn.Linear):
+    """Its products are in float32, whatever the type of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.float() @ self.weight.float()).to(x.dtype) + self.bias
+
+
+def test_what_computes_in_float32_is_compared_so():
+    """... and a mistake in it is found all the same."""
+
+    def narrow():
+        return nn.Sequential(*(Narrow(6, 6) for _ in range(3)))
+
+    with Cluster(2, device="cpu") as own:
+        assert 1e-10 < go(own, "dp=2", model=narrow, dtype=torch.float64).max_error() < 1e-5
+        own.run(doubled_gradient)
+        with pytest.raises(CheckError, match="the gradient of"):
+            go(own, "dp=2", model=narrow, dtype=torch.float64)
+
+
 @pytest.mark.filterwarnings("ignore:the batch is split")
 def test_it_says_why_nothing_was_compared(clusters):
     found = go(clusters(2), "dp=2", model=counting, steps=2)
