@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from minipar.errors import RankError
+from minipar.errors import PlanError, RankError
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Program
 from minipar.program.edges import Edges
@@ -61,7 +61,7 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
 
 
 def check_types(layers: Sequence[nn.Module]) -> None:
-    """Refuse what replicas cannot divide into slices: trained numbers of several types. `RankError`."""
+    """Refuse what replicas cannot divide into slices: trained numbers of several types. `PlanError`."""
     first: dict[torch.dtype, str] = {}
     for k, layer in enumerate(layers):
         for name, p in layer.named_parameters():
@@ -69,7 +69,7 @@ def check_types(layers: Sequence[nn.Module]) -> None:
                 first.setdefault(p.dtype, f"{name} of layer {k}")
     if len(first) > 1:
         (one, a), (other, b), *_ = first.items()
-        raise RankError(
+        raise PlanError(
             f"zero: {a} is of {one}, {b} of {other}; slices of one message are of one type; possible are zero=0, or a "
             "model of one type"
         )

@@ -36,7 +36,7 @@ from minipar.models.network import edges_of
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
 from minipar.sharding.rules import RULES
-from minipar.sharding.whole import LAYER, difference, form_of, graph_of, hooks_of, output_of
+from minipar.sharding.whole import LAYER, difference, form_of, graph_of, hooks_of, output_of, recurrent_in
 
 # Nodes that compute nothing.
 _NOTHING = ("aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size")
@@ -185,7 +185,7 @@ def _captured(
                 "schedule of rows such as 1f1b"
             )
         return layer, program, _handed_on(program, (given, *slice_of))
-    if not why:
+    if not (why := why or recurrent_in(module)):
         try:
             layer, program = capture_layer(module, given, flows)
             if any(layer.graph.tensors[name].kind in ("parameter", "buffer") for name in layer.graph.outputs):

@@ -107,6 +107,9 @@ def capture_graphs(
         found = {} if slices else _not_divisible(model, small[0].layers, large[0].layers, rows)
         if not found:
             break
+        if found.keys() <= whole.keys():  # (computed whole, they still have sizes that do not come from the rows)
+            name, why = next(iter(found.items()))
+            raise PlanError(f"tp={count}: layer {name}: {why}; possible are dp={count}, and tp=1")
         whole |= found
         small = _capture(model, some, slices, _whole_of(model, small[0]) | whole)
     return Graphs(

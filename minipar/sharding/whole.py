@@ -42,6 +42,12 @@ def hooks_of(layer: nn.Module) -> str:
     return f"{found} has complex numbers" if found else ""
 
 
+def recurrent_in(layer: nn.Module) -> str:
+    """A recurrent module of a layer, in words. No rule divides its operators, and capturing its steps takes long."""
+    recurrent = (name or type(one).__name__ for name, one in layer.named_modules() if isinstance(one, nn.RNNBase))
+    return next((f"{name} is recurrent" for name in recurrent), "")
+
+
 def difference(
     layer: nn.Module, captured: Callable[..., Any], given: Any, flows: bool, slice_of: tuple[Any, ...] = ()
 ) -> str:

@@ -87,11 +87,17 @@ def cost_of(program: Program, profile: Profile, batch: int, gpu: bool) -> float:
     return _EACH + compute + sent * program.sharing * (program.replicas + 3) / _BYTES
 
 
-def why_different(plan: Plan, sensitive: Sequence[str]) -> str:
-    """Why a plan gives other numbers than one device, although all is right; "" if it does not."""
+def why_different(plan: Plan, sensitive: Sequence[str], cut: bool = False) -> str:
+    """Why a plan gives other numbers than one device, although all is right; "" if it does not.
+
+    sensitive   the layers whose results depend on how the batch is split, and why
+    cut         the model has a forward of its own, and is cut into layers, each of which draws for itself
+    """
     parts = plan.dp * plan.total_microbatches * plan.slice_count
     if sensitive and parts > 1:
         return f"the batch is split into {parts} parts, and the results of some layers depend on how"
+    if cut and (drawing := [one for one in sensitive if "draw" in one]):
+        return f"the model draws other numbers in layers than in its own forward: {drawing[0]}"
     if plan.compress != "none":
         return f"compress={plan.compress} changes gradients"
     return ""

@@ -440,7 +440,7 @@ def _trained(asked: Asked, job: Job, ranks: Ranks) -> Generator[Step, None, Run]
 def _checker(asked: Asked, job: Job, facts: Facts, main: Program, predicted: Trace, ranks: Ranks) -> Checker:
     """What compares the run with plain torch, whose process is started now, before anything is measured."""
     plan, passes, gpu = asked.plan, -(-asked.steps // main.steps), ranks.device != "cpu"
-    expected, chosen = why_different(plan, facts.split_sensitive) or facts.loss_note, list[int]()
+    expected, chosen = why_different(plan, facts.split_sensitive, bool(facts.cut)) or facts.loss_note, list[int]()
     checked = Checked(reason="" if asked.check else "check=False")
     if asked.check == "auto":
         cost = cost_of(main, facts.profile, job.batch, gpu)

@@ -52,7 +52,6 @@ BOUND = 1e-12
 NUDGE = 2.0**-50  # by how much of itself a parameter is changed at most, to see what rounding does
 LIMIT = 60  # seconds for a pair
 REFUSED = (  # by ranks; the last two over gloo only
-    "slices of one message are of one type",
     "has another form than before",
     "gradients of several dtypes are not compressed together",
     "ranks that decide as they run look for messages",

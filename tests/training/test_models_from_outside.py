@@ -20,7 +20,9 @@ from tests import outside
 SOME = {
     "annotated": "pp=2 microbatches=2", "deq": "dp=2 zero=2", "dlrm": "checkpoint=sqrt", "siamese": "tp=2",
     "unet": "dp=2 zero=3", "gat": "pp=2 microbatches=2", "realnvp": "accumulate=2", "lora": "tp=2",
-    "bert (transformers)": "pp=2 microbatches=2", "swin (transformers)": "dp=2 zero=3",
+    "bert (transformers)": "pp=2 microbatches=2", "swin (transformers)": "dp=2 zero=3", "message_passing": "tp=2",
+    "compiled": "pp=2 microbatches=2", "lstm_tagger": "pp=2 microbatches=2", "seq2seq": "tp=2",
+    "gemma (transformers)": "dp=2", "rwkv (transformers)": "tp=2",
 }  # fmt: skip
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
@@ -32,6 +34,28 @@ needs_transformers = pytest.mark.skipif(
 def test_equals_plain_torch(clusters, name):
     found = outside.tried(clusters, name, SOME[name])
     assert found.word == "equal", found
+
+
+class Sampling(nn.Module):
+    """A variational autoencoder: it draws between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 8), nn.Linear(4, 6)
+
+    def forward(self, x):
+        mean, log_deviation = self.encode(x).chunk(2, 1)
+        return self.decode(mean + torch.randn_like(mean) * log_deviation.exp())
+
+
+@pytest.mark.parametrize("plan", ["checkpoint=sqrt", "tp=2"])
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_a_model_that_draws_between_its_modules_is_said_to(clusters, plan):
+    x, cluster = torch.randn(8, 6), clusters(minipar.Plan.parse(plan).ranks)
+    options = {"loss": nn.functional.mse_loss, "cluster": cluster, "progress": False, "steps": 2, "batch": 8}
+    assert "draws other numbers in layers than in its own forward" in str(
+        minipar.train(Sampling, (x, x), plan, **options).checked
+    )
 
 
 def weight_normed():
@@ -61,6 +85,29 @@ def test_half_precision(clusters):
     narrow = minipar.train(gpt2, words, f"{plan} precision=bf16", **options)
     whole = minipar.train(gpt2, words, plan, **options)
     assert narrow.losses == pytest.approx(whole.losses, rel=0.02)
+
+
+@needs_transformers
+def test_a_model_that_is_stored_in_half_precision(clusters):
+    options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 2, "check": True}
+    run = minipar.train(lambda: gpt2().bfloat16(), outside.next_words(), "dp=2 zero=2 precision=bf16", **options)
+    assert run.max_error() < 0.02
+
+
+def adapted():
+    import peft
+
+    settings = {"r": 2, "target_modules": ["c_attn"], "init_lora_weights": False, "fan_in_fan_out": True}
+    return peft.get_peft_model(gpt2(), peft.LoraConfig(**settings))
+
+
+@needs_transformers
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "pp=2 microbatches=2"])
+def test_adapters_of_peft(clusters, plan):
+    options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 2, "check": True}
+    run = minipar.train(adapted, outside.next_words(), plan, dtype=torch.float64, batch=outside.ROWS, **options)
+    assert run.max_error() < 1e-10
 
 
 @needs_transformers
