@@ -36,6 +36,16 @@ def test_equals_plain_torch(clusters, name):
     assert found.word == "equal", found
 
 
+def test_the_page_has_todays_models():
+    """Its table is that of the list as it is now; `python -m tests.outside` writes it anew."""
+    table = outside.PAGE.read_text().partition(outside.BEGIN)[2].partition(outside.END)[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    assert rows[0] == ["model", "family", "cut", *outside.PLANS]
+    assert [row[:2] for row in rows[3:]] == [[name, entry.family] for name, entry in outside.ENTRIES.items()]
+    asked = dict(zip(rows[2][3:], outside.PLANS.values(), strict=True))
+    assert all(int(share.rstrip("%")) >= 100 * least for share, least in asked.items())
+
+
 class Sampling(nn.Module):
     """A variational autoencoder: it draws between its modules."""
 
