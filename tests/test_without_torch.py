@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 EXERCISES = Path(__file__).parents[1] / "lessons" / "minipar_course" / "exercises"
-BUILDS = {"building", "engine", "operators", "experts", "inexact"}  # with torch, as students do
+BUILDS = {"building", "engine", "operators", "experts", "inexact", "sequences"}  # with torch, as students do
 DONE = """
 import importlib, sys
 import minipar
