@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar import Plan, PlanError, RankError, data, models, program, train
+from minipar import Plan, PlanError, data, models, program, train
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
 from minipar.execution.updating import check_elementwise
@@ -246,7 +246,7 @@ def test_overlap_is_visible_in_the_trace(clusters, zero):
 
 def test_parameters_of_two_types_are_refused(clusters):
     with pytest.raises(
-        RankError, match=r"zero: weight of layer 0 is of torch.float32, bias of layer 0 of torch.float64"
+        PlanError, match=r"zero: weight of layer 0 is of torch.float32, bias of layer 0 of torch.float64"
     ):
         clusters(2).run(_two_types)
 
