@@ -130,12 +130,13 @@ def _pickle(value: Any, buffers: list[memoryview] | None) -> bytes:
         return False
 
     with io.BytesIO() as file:
-        _Pickler(file, 5, None if buffers is None else stays_inside).dump(value)
+        Pickler(file, 5, None if buffers is None else stays_inside).dump(value)
         return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickles what cloudpickle does, the memory of torch's CPU tensors as buffers, and no open files."""
+class Pickler(cloudpickle.Pickler):
+    """Pickles what cloudpickle does, the memory of torch's CPU tensors as buffers, modules that torch.jit has compiled,
+    and no open files."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _OPEN_FILES) and obj is not sys.stdout and obj is not sys.stderr:
@@ -144,6 +145,9 @@ class _Pickler(cloudpickle.Pickler):
             raise pickle.PicklingError(f"open file {name!r}; give its path, and open it in the function")
         if isinstance(obj, types.GeneratorType):
             raise pickle.PicklingError(f"generator {obj.__name__!r}; give a list, or make it in the function")
+        compiled = getattr(sys.modules.get("torch.jit"), "ScriptModule", ())
+        if isinstance(obj, compiled):
+            return sys.modules["torch.jit"].load, (io.BytesIO(obj.save_to_buffer()),)
         storage = getattr(sys.modules.get("torch"), "storage", None)
         if storage is not None:
             # Tensors are pickled as their storage and how they look at it. A storage is one object, however many

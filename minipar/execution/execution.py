@@ -157,6 +157,10 @@ class Job:
             model: Any = self.model
             built = model if isinstance(model, (nn.Module, list, tuple)) else model()
             model = nn.Sequential(*built) if isinstance(built, (list, tuple, nn.ModuleList)) else built
+            if isinstance(model, torch.jit.ScriptModule):
+                from minipar.models.tracing import Scripted
+
+                model = Scripted(model)
             layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
             if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
                 kind = type(model).__name__

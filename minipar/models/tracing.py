@@ -60,11 +60,17 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
     """
     if isinstance(model, Network):
         return model
-    if type(model).forward is nn.Sequential.forward:
+    if getattr(type(model), "forward", None) is nn.Sequential.forward:
         found = _flattened(model)
         way = "the elements of an nn.Sequential"
         named = {_key(path): _Only(path, module) for path, module in found}
         return check(model, Layered(named, model), example, _call, way)
+    if isinstance(model, (Scripted, torch.jit.ScriptModule)):
+        name = model._compiled.original_name if isinstance(model, Scripted) else model.original_name
+        raise PlanError(
+            f"model: torch.jit has compiled {name} into code that cannot be cut; possible is the module as it was "
+            "before torch.jit.script or torch.jit.trace"
+        )
     model = _uncompiled(model)
     errors: list[PlanError] = []
     for fine in (False, True):
@@ -108,7 +114,7 @@ def _between_operators(model: nn.Module, example: Any, fine: bool) -> Layered:
 
 def _call(model: nn.Module, example: Any) -> Any:
     """Runs the model on an example, whose parts are the arguments of its forward."""
-    if type(model).forward is nn.Sequential.forward:
+    if getattr(type(model), "forward", None) is nn.Sequential.forward:
         return model(example)
     args, named = arguments(model, example)
     # (keys and values of transformers' models are no values that layers hand on)
@@ -125,6 +131,42 @@ class Uncompiled(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         return self._orig_mod(*args, **named)
+
+
+class Scripted(nn.Module):
+    """A module that torch.jit has compiled, as any other one: it has the same parameters and buffers at the same paths,
+    and others may take their places."""
+
+    _compiled: torch.jit.ScriptModule
+
+    def __init__(self, compiled: torch.jit.ScriptModule) -> None:
+        super().__init__()
+        self.__dict__["_compiled"] = compiled  # (no child: torch.jit takes no hooks, and copies no dicts of parameters)
+        self.training = compiled.training
+        made: dict[int, nn.Parameter] = {}  # (a module that was loaded has tensors for parameters)
+        for path, p in compiled.named_parameters(remove_duplicate=False):
+            made.setdefault(id(p), p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), p.requires_grad))
+            hold_tensor(self, path, made[id(p)])
+        for path, buffer in compiled.named_buffers(remove_duplicate=False):
+            hold_tensor(self, path, buffer)
+
+    def train(self, mode: bool = True) -> Scripted:
+        self._compiled.train(mode)
+        return super().train(mode)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        modules = dict(self._compiled.named_modules(remove_duplicate=False))
+        places = [(own, modules[path]) for path, own in self.named_modules()]
+        for own, there in places:
+            for name in own._parameters:
+                there._parameters[name] = own._parameters[name]
+            for name in own._buffers:
+                there._buffers[name] = own._buffers[name]
+        output = self._compiled(*args, **named)
+        for own, there in places:
+            for name in own._buffers:
+                own._buffers[name] = there._buffers[name]
+        return output
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

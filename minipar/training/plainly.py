@@ -29,7 +29,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from minipar.cluster import launch, light_torch
+from minipar.cluster import launch, light_torch, parcel
 from minipar.cluster.processes import describe_status
 from minipar.errors import RankDied, RankError
 from minipar.execution.execution import Job
@@ -278,7 +278,7 @@ def _pickled(task: Mapping[str, Any]) -> bytes:
     """The task with the user's objects. Tensors that share memory share it in the other process as well."""
     with io.BytesIO() as file:
         try:
-            torch.save(dict(task), file, pickle_module=cloudpickle, pickle_protocol=5)
+            torch.save(dict(task), file, pickle_module=parcel, pickle_protocol=5)
         except Exception as error:
             raise RankError(f"the reference cannot be sent to its process: {type(error).__name__}: {error}") from error
         return file.getvalue()

@@ -100,13 +100,15 @@ def build(model: Any, seed: int, dtype: torch.dtype, x: Any = None, evaluate: bo
 
 def call(model: nn.Module, x: Any) -> Any:
     """The output for rows x: a model with a forward of its own is given them as its arguments."""
-    if type(model).forward is nn.Sequential.forward or hasattr(model, "edges"):
+    if getattr(type(model), "forward", None) is nn.Sequential.forward or hasattr(model, "edges"):
         return model(x)
     args, named = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
     try:
         inspect.signature(model.forward).bind(*args, **named)
     except TypeError:  # (it takes all of it as one argument)
         return model(x)
+    except ValueError:  # (what torch.jit has compiled has no signature)
+        pass
     return model(*args, **named)
 
 
@@ -156,6 +158,8 @@ class Masks:
         for number, layer in enumerate(layers):
             self.numbers.setdefault(id(layer), []).append(number)
         for layer in {id(layer): layer for layer in layers}.values():
+            if isinstance(layer, torch.jit.ScriptModule):  # (which takes no hooks)
+                continue
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave, always_call=True)
         self.at(0, 0)
@@ -549,7 +553,7 @@ class Replay:
         self.job, self.masks = job, Masks(model, job.seed)
         self.log = log = log._replace(entries=[Entry(*entry) for entry in log.entries])
         layers = [layer for layer in model._modules.values() if layer is not None]
-        if log.layers and type(model).forward is not nn.Sequential.forward:
+        if log.layers and getattr(type(model), "forward", None) is not nn.Sequential.forward:
             raise ValueError(
                 "stages with versions of their own are replayed one by one; that takes a model of layers, such as an "
                 f"nn.Sequential, and {type(model).__name__} has a forward of its own"

@@ -68,6 +68,24 @@ def test_a_model_that_draws_between_its_modules_is_said_to(clusters, plan):
     )
 
 
+@pytest.mark.parametrize("compiled", ["script", "load", "an element"])
+def test_what_torch_jit_has_compiled(clusters, compiled, tmp_path):
+    """The module itself, not a function that makes it: it is sent to the ranks, and to plain torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # (torch has a newer compiler)
+        model = torch.jit.script(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 10)))
+        if compiled == "load":
+            torch.jit.save(model, tmp_path / "model.pt")
+            model = torch.jit.load(tmp_path / "model.pt")
+    if compiled == "an element":
+        model = nn.Sequential(nn.Linear(3, 3), model)
+    x, y = torch.randn(12, 3), torch.arange(12) % 10
+    options = {"dtype": torch.float64, "check": True, "progress": False, "steps": 2}
+    run = minipar.train(model, (x, y), "zero=3", cluster=clusters(1), **options)
+    assert run.max_error() < 1e-12
+    assert run.cut.startswith("one layer, since torch.jit has compiled") == (compiled != "an element")
+
+
 def weight_normed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # (torch has a newer one)
