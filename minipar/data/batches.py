@@ -53,7 +53,9 @@ def check_batch(batch: Any, where: str = "data") -> int:
     if rows != wanted:
         raise RankError(f"{where}: x has {several(rows, 'row')}, but y has {wanted}; each row needs its target")
     if not rows:
-        raise RankError(f"{where}: has 0 rows; a step needs at least one")
+        raise RankError(
+            f"{where}: has 0 rows; a step needs at least one: choose fewer steps, or data that go on for all of them"
+        )
     return rows
 
 

@@ -202,7 +202,7 @@ def own_shard(content: Any, form: str, places: Places, rows: int) -> Any:
             if parts[axis][0] == "C" and tensor is not None:
                 own = letter_of(["S" + part[1:] if part[0] == "C" else part for part in parts])
                 left = rows_left(own, axis, counts, rows)
-                tensor = _parts(tensor, parts[axis], counts[axis], left)[places[axis][0]].contiguous()
+                tensor = _part(tensor, parts[axis], *places[axis], left).contiguous()
         return tensor
 
     pieces = [own(tensor, letter) for tensor, letter in zip(several, letters(form), strict=True)]
@@ -252,15 +252,13 @@ def on_one_rank(content: Any, before: str, after: str, counts: Sequence[int], ro
 
 
 def _shaped(tensor: Tensor, old: str, new: str, count: int, rows: int) -> Tensor:
-    if new[0] == "C":
-        return _parts(tensor, new, count, rows)[0].contiguous()
-    if new[0] == "U":
+    if new[0] == "U" or old == new:
         return tensor
-    if (old[0], new) == ("S", COUNTS):
-        return _balanced(_joined([tensor] * count, old, rows), count)
-    if old != new and old[0] == "S":
+    if old[0] == "S":
         tensor = _joined([tensor] * count, old, rows)
-    return _parts(tensor, new, count, rows)[0].contiguous() if old != new and new[0] == "S" else tensor
+    if (old[0], new) == ("S", COUNTS):
+        return _balanced(tensor, count)
+    return _part(tensor, new, 0, count, rows).contiguous() if new[0] in "SC" else tensor
 
 
 def _balanced(counts: Tensor, count: int) -> Tensor:
@@ -275,10 +273,13 @@ def _balanced(counts: Tensor, count: int) -> Tensor:
 
 def _parts(tensor: Tensor, letter: str, count: int, rows: int) -> list[Tensor]:
     """The shards of a tensor that is whole."""
+    return [_part(tensor, letter, index, count, rows) for index in range(count)]
+
+
+def _part(tensor: Tensor, letter: str, index: int, count: int, rows: int) -> Tensor:
+    """One of them."""
     dim, pieces = shard_of(letter, rows)
-    if pieces == 1:
-        return list(tensor.chunk(count, dim))
-    return [Cut(dim, index, count, pieces).of(tensor) for index in range(count)]
+    return tensor.chunk(count, dim)[index] if pieces == 1 else Cut(dim, index, count, pieces).of(tensor)
 
 
 def _joined(parts: Tensor | Sequence[Tensor], letter: str, rows: int) -> Tensor:

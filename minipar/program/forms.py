@@ -24,7 +24,7 @@ rank gets a SEND and a RECV:
     written P, read R    ALL_REDUCE               written S1, read R    ALL_GATHER
     written M, read R    ALL_REDUCE               written S1, read S2   ALL_TO_ALL
     written P, read S1   REDUCE_SCATTER           written U0, read U1   ALL_TO_ALL, of parts of different sizes
-    written S0, read N   ALL_GATHER
+    written S0, read N   ALL_GATHER               written S1, read C1:3 ALL_GATHER
 
 Ranks may share layers along several axes of the mesh, such as tp and context_parallel. A letter then has a part for
 each axis, in the order of `mesh.SHARING`: "S1/P" is a shard of dimension 1 along the first axis, and a partial sum
@@ -165,7 +165,8 @@ def collective_of(before: str, after: str) -> Op | None:
         return Op.ALL_GATHER
     if before == PARTIAL and after[0] == "S":
         return Op.REDUCE_SCATTER
-    return Op.ALL_TO_ALL if before[0] == after[0] and before[0] in "SU" else None
+    other = before.partition(":")[0] != after.partition(":")[0]
+    return Op.ALL_TO_ALL if other and before[0] == after[0] and before[0] in "SU" else None
 
 
 def steps(written: str, read: str) -> list[tuple[Op | None, str]]:

@@ -120,9 +120,11 @@ def _letters_on(part: Part, axis: int) -> tuple[str, str, str, str]:
     before, after = (_rows_left(lies, axis, part.ranks, part.rows) for lies in (part.written, part.read))
     writes, reads = _forward(written, before), _forward(read, after)
     grad_writes, grad_reads = _backward(read, after), _backward(written, before)
-    if writes == WHOLE and reads[0] == "S":
+    # Shards of one dimension in other pieces: their common parts have other sizes, and so they are gathered.
+    pieces = written.kind == read.kind == "S" and written.dim == read.dim and writes != reads
+    if reads[0] == "S" and (writes == WHOLE or pieces):
         reads = f"C{reads[1:]}"
-    if grad_writes == WHOLE and grad_reads[0] == "S":
+    if grad_reads[0] == "S" and (grad_writes == WHOLE or pieces):
         grad_reads = f"C{grad_reads[1:]}"
     if counts:  # where they are whole, they go in front of what they count, and with its gradient, too
         writes, reads = (COUNTS if letter == WHOLE else letter for letter in (writes, reads))

@@ -171,6 +171,8 @@ def steps_from(
         for after in targets:
             if before.unequal != after.unequal:
                 continue  # unequal blocks change places among themselves only
+            if before.kind == after.kind == "S" and before.dim == after.dim and not before.unequal:
+                continue  # other pieces of one dimension: their common parts have other sizes
             op = _OPS.get((before.kind, after.kind))
             if op is None or after == before or after.dim in taken or not divides(free, after, ranks):
                 continue

@@ -670,7 +670,8 @@ class Replay:
             leaves[name].data.copy_(value)  # (it may be another version than the forward's)
         wanted = _smooth(given) if stage else []
         # (a micro-batch without rows has no graph)
-        pairs = [(end, g) for end, g in zip(ends, arrived, strict=True) if end.requires_grad] if ends else []
+        read = zip(ends, arrived, strict=True) if ends else ()
+        pairs = [(end, g) for end, g in read if end.requires_grad and (g is not None or stage == len(self.stages) - 1)]
         sources = [*(t for t in wanted if t.requires_grad), *leaves.values()]
         found: list[Tensor | None] = [None] * len(sources)
         if pairs and sources:
@@ -682,9 +683,7 @@ class Replay:
             found = [t.grad for t in sources]
             self.give(stage, self.trained)
         if stage:
-            self.arrived[entry.rank - 1, entry.microbatch] = [
-                torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=False)
-            ]
+            self.arrived[entry.rank - 1, entry.microbatch] = found[: len(wanted)]
         sums = owner.sums.setdefault(entry.rank, {})
         for name, g in zip(leaves, found[len(wanted) :], strict=True):
             if g is not None:

@@ -24,7 +24,7 @@ X, Y = torch.randn(8, 6), torch.randint(0, 3, (8,))
         ((X, Y.tolist()), "step 2: y has a list, whose rows cannot be divided"),
         ((("a", "b"), Y), "step 2: x has a tuple, whose rows"),
         (((X, X.numpy()), Y), "step 2: x has a numpy.ndarray"),
-        ((X[:0], Y[:0]), "step 2: has 0 rows; a step needs at least one"),
+        ((X[:0], Y[:0]), "step 2: has 0 rows; a step needs at least one: choose fewer steps"),
         ((X, Y[:5]), "step 2: x has 8 rows, but y has 5"),
         ((X, Y, Y), "step 2: is a tuple of 3; possible is a pair"),
         (X, "step 2: is a Tensor; possible is a pair"),
