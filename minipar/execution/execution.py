@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -92,10 +93,12 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class PickledGraphs(NamedTuple):
-    """A model as graphs, pickled, and what they are for: the number of sharing ranks, and the slices."""
+    """A model as graphs, pickled, and what they are for: the number of sharing ranks, the slices, and the type in which
+    layers compute if it is not the model's own, since a forward may convert to the type of what it is given."""
 
     ranks: int
     slices: int | tuple[int, ...]
+    narrow: str
     data: bytes
 
 
@@ -194,27 +197,38 @@ class Job:
         raise naming_layers.raised("the model", error, f"on {several(rows, 'row')}, before the run", x) from error
 
     def share(
-        self, model: nn.Module, index: int, mesh: Mesh, inputs: str, slices: int | tuple[int, ...]
+        self, model: nn.Module, index: int, mesh: Mesh, inputs: str, slices: int | tuple[int, ...], short: str = ""
     ) -> ShardedModel:
-        """The nodes that one of the ranks which share layers, along the axes of a mesh, has of a model. `inputs` and
-        `slices`: see `Program`."""
+        """The nodes that one of the ranks which share layers, along the axes of a mesh, has of a model. `inputs`,
+        `slices` and `short` (its `narrow`): see `Program`."""
         from minipar.sharding.sharded import local_model, unpickled
 
-        known = self.graphs is not None and self.graphs[:2] == (mesh.size, slices)
+        known = self.graphs is not None and self.graphs[:3] == (mesh.size, slices, short)
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
-        return local_model(model, index, mesh, x, self.annotations, inputs, cut, graphs)
 
-    def capture(self, count: int, slices: int | tuple[int, ...]) -> tuple[PickledGraphs | None, bytes | None]:
+        def as_computed() -> nn.Module:
+            one = deepcopy(model)
+            narrow(one, dtype_named(short))
+            return one
+
+        given, made = (_narrow_rows(x, short), as_computed) if short else (x, None)
+        return local_model(model, index, mesh, given, self.annotations, inputs, cut, graphs, made)
+
+    def capture(
+        self, count: int, slices: int | tuple[int, ...], short: str = ""
+    ) -> tuple[PickledGraphs | None, bytes | None]:
         """In one rank: the model as graphs, for all ranks that share it, and how it was cut. None where graphs cannot
         be sent."""
         x, cut = self._example(slices)
         from minipar.sharding.sharded import capture_graphs, pickled
 
         model, found = self.built()
-        graphs = capture_graphs(model, count, x, cut)
+        if short:
+            narrow(model, dtype_named(short))
+        graphs = capture_graphs(model, count, _narrow_rows(x, short) if short else x, cut)
         try:
-            return PickledGraphs(count, slices, pickled(graphs)), found
+            return PickledGraphs(count, slices, short, pickled(graphs)), found
         except Exception:  # such as an operator's argument that has no pickled form: each rank then captures for itself
             return None, found
 
@@ -385,7 +399,7 @@ def under_way(
     followed = report is not None or watch is not None or callback is not None
     if program.in_flight is not None:
         check_carrier(ranks, f"program {program.name!r}")
-    job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
+    job = captured_once(job, program.sharing, program.slices, ranks, program.narrow) if program.sharing > 1 else job
     if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
         costs = emulated_costs(program, ranks.emulates, job, ranks)
     slow = None
@@ -530,12 +544,12 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
-def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
+def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks, short: str = "") -> Job:
     """The job with its model as graphs, for `count` ranks that share layers. Rank 0 captures it for all: torch.export
     takes seconds at its first use in a process, and tenths of seconds later."""
-    if job.graphs is not None and job.graphs[:2] == (count, slices):
+    if job.graphs is not None and job.graphs[:3] == (count, slices, short):
         return job
-    ((graphs, cut),) = ranks.run_on([0], Job.capture, job, count, slices)
+    ((graphs, cut),) = ranks.run_on([0], Job.capture, job, count, slices, short)
     return replace(job, graphs=graphs, cut=cut)
 
 
@@ -686,7 +700,9 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
         _warn_of_hosts(program, comm.hosts)
     model = job.build()
     if program.sharing > 1:
-        model = job.share(model, program.shard(comm.rank), program.sharing_mesh, program.inputs, program.slices)
+        model = job.share(
+            model, program.shard(comm.rank), program.sharing_mesh, program.inputs, program.slices, program.narrow
+        )
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
@@ -765,20 +781,21 @@ def profile_job(
     flops    also count operations, which emulated devices ask for
     """
     plan = plan or Plan()
+    short = PRECISIONS[plan.precision]
     whole, cut = job.built()
     tried = find_count(job.loss, whole, job.sample(TRIED)[0][0], parts) if isinstance(job.loss, Own) else None
     whole = whole.to(worker.context().device)
-    model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
+    model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut, short)
     update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
     (x, y), of = job.sample(min(job.batch, max(2, *rows)))  # (one row alone does not show what others do to it)
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
-    if short := PRECISIONS[plan.precision]:
+    if short:
         check_narrow(model, plan.precision)
         for one in (model, whole):  # (of shared layers, the whole ones are what is tried)
             narrow(one, dtype_named(short))
-        x = map_tensors(x, lambda t: t.to(dtype_named(short)) if t.is_floating_point() else t)
+        x = _narrow_rows(x, short)
     mean = partial(_mean, job.loss)
     loss = partial(_single, mean) if short else mean
     layers = [row_major(layer) for layer in layers_of(model)]
@@ -826,6 +843,10 @@ def profile_job(
         model.whole if isinstance(model, ShardedModel) else {},
         cut,
     )
+
+
+def _narrow_rows(x: Any, short: str) -> Any:
+    return map_tensors(x, lambda t: t.to(dtype_named(short)) if t.is_floating_point() else t)
 
 
 def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

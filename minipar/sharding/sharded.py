@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -173,6 +173,7 @@ def local_model(
     inputs: str = "",
     slices: Sequence[range] = (),
     graphs: Graphs | None = None,
+    as_computed: Callable[[], nn.Module] | None = None,
 ) -> ShardedModel:
     """The nodes that rank `index` of some ranks that share layers has of a model, an nn.Sequential of layers.
 
@@ -184,6 +185,7 @@ def local_model(
     slices        the tokens of each slice of a sequence, if the model is given one slice after the other. Every slice
                   is captured, since its operators have sizes of their own; the forms are those of the first one
     graphs        what `capture_graphs` gave for this model, so many ranks and these slices; default: made here
+    as_computed   gives the model in the type in which it computes, which is that of the example; default: its own
 
     A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
     of the model have one.
@@ -193,7 +195,7 @@ def local_model(
     mesh = Mesh({AXIS: sharers}) if isinstance(sharers, int) else sharers
     mesh = Mesh({AXIS: mesh.size}) if len(mesh) == 1 else mesh
     count, own = mesh.size, mesh.coordinates(index)
-    graphs = graphs or capture_graphs(model, count, example, slices)
+    graphs = graphs or capture_graphs(as_computed() if as_computed else model, count, example, slices)
     if graphs is None:
         if len(mesh) > 1:
             raise PlanError(
@@ -222,8 +224,9 @@ def local_model(
                 for module, parameters in own_parameters:  # (a layer that is computed whole was given shared ones)
                     module._parameters.update(parameters)
                 if not holders.keys() <= graphs.whole.keys():
-                    again = capture_graphs(model, count, example, slices, {**graphs.whole, **holders})
-                    return local_model(model, index, sharers, example, annotations, inputs, slices, again)
+                    one = as_computed() if as_computed else model
+                    again = capture_graphs(one, count, example, slices, {**graphs.whole, **holders})
+                    return local_model(model, index, sharers, example, annotations, inputs, slices, again, as_computed)
             if not slices:
                 raise
             where = f"slice {j} of {several(len(slices[j]), 'token')}"

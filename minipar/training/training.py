@@ -488,7 +488,8 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
     parts = 1 if own_means else plan.dp * plan.total_microbatches
     flops = ranks.emulates is not None and ranks.emulates.flops is not None
     with asked.bar(1, "profile, one layer at a time") as meter:
-        job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
+        if plan.sharing > 1:
+            job = captured_once(job, plan.sharing, plan.cut, ranks, PRECISIONS[plan.precision])
         (facts,) = ranks.run_on(
             [0], profile_job, job, rows, asked.memory, _of_layers(plan), asked.split, sliced, parts, flops
         )

@@ -116,9 +116,11 @@ def test_half_precision(clusters):
 
 
 @needs_transformers
-def test_a_model_that_is_stored_in_half_precision(clusters):
+@pytest.mark.parametrize("plan", ["dp=2 zero=2", "tp=2"])
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_a_model_that_is_stored_in_half_precision(clusters, plan):
     options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 2, "check": True}
-    run = minipar.train(lambda: gpt2().bfloat16(), outside.next_words(), "dp=2 zero=2 precision=bf16", **options)
+    run = minipar.train(lambda: gpt2().bfloat16(), outside.next_words(), f"{plan} precision=bf16", **options)
     assert run.max_error() < 0.02
 
 
