@@ -70,13 +70,13 @@ def trained(
     return done
 
 
-def captured(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
+def captured(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks, short: str = "") -> Job:
     """What `captured_once` gives, which captures a model once for all ranks of a run; here once for all tests, too."""
     if count == 1:
         return job
-    key = cloudpickle.dumps((job.model, job.data, job.dtype, job.evaluate, count, slices))
+    key = cloudpickle.dumps((job.model, job.data, job.dtype, job.evaluate, count, slices, short))
     if key not in _captured:
-        _captured[key] = captured_once(job, count, slices, ranks).graphs
+        _captured[key] = captured_once(job, count, slices, ranks, short).graphs
     return replace(job, graphs=_captured[key])
 
 

@@ -194,7 +194,15 @@ class Job:
                 raise
             except Exception as found:
                 error = found
-        raise naming_layers.raised("the model", error, f"on {several(rows, 'row')}, before the run", x) from error
+        named = naming_layers.raised("the model", error, f"on {several(rows, 'row')}, before the run", x)
+        if isinstance(self.loss, Own) and isinstance(x, (tuple, list)) and isinstance(x[0], Mapping):
+            raise PlanError(
+                f"loss=None: the whole batch goes to the model's forward, part by part: a dict of {', '.join(x[0])} is "
+                f"its first argument, and y its second, and so it fails. Possible are a batch that is one dict, with "
+                f"y by the name that forward has for it, such as {{**x, 'labels': y}}, and a loss= of (output, y). "
+                f"It was: {named.reason}"
+            ) from error
+        raise named from error
 
     def share(
         self, model: nn.Module, index: int, mesh: Mesh, inputs: str, slices: int | tuple[int, ...], short: str = ""

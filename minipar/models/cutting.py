@@ -243,7 +243,7 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
     differ.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
-    found, kinds = [], []
+    found, kinds, draws = [], [], False
     try:
         with undisturbed(model):
             crossings = _crossings(layers, example)
@@ -251,8 +251,9 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
             for p, _ in gradients:
                 p.grad = None
             with undisturbed(model), torch.enable_grad():
-                torch.manual_seed(0)
+                seeded = torch.manual_seed(0).get_state()
                 output = run()
+                draws |= not torch.equal(seeded, torch.get_rng_state())
                 ends = [t for t in differentiable(output) if t.requires_grad]
                 if ends:
                     torch.autograd.backward(ends, [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t) for t in ends])
@@ -264,10 +265,16 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
     (expected, wanted), (actual, got) = found
     error = max(_difference(actual, expected), _difference(got, wanted))
     if not error <= TOLERANCE:
+        why = (
+            "it draws random numbers; where it does so between its blocks, as by F.dropout of what they give, layers "
+            "draw others: put an nn.Dropout there, or make its probability 0 (such as dropout=0.0 in the config)"
+            if draws
+            else "something in its forward depends on more than values that are handed on: cut it by hand into an "
+            "nn.Sequential"
+        )
         raise PlanError(
             f"model: {type(model).__name__} in layers gives another result on the example than as it was (relative "
-            f"difference {error:.1e}); something in its forward depends on more than values that are handed on: cut it "
-            "by hand into an nn.Sequential"
+            f"difference {error:.1e}); {why}"
         )
     if kinds[0] is not kinds[1]:
         names = [kind.__name__ for kind in kinds]

@@ -181,7 +181,7 @@ class Halting(Odd):
     ("model", "reason"),
     [
         (Halting, "decides by values that blocks.0 gives"),
-        (Drawing, "gives another result on the example"),
+        (Drawing, "gives another result on the example .*; it draws random numbers; .* put an nn.Dropout there"),
         (Counting, "buffer scale changes between the calls of modules"),
         (Normed, "module norm changes its buffers and is called in two layers"),
     ],

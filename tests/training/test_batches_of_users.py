@@ -254,6 +254,8 @@ def test_own_losses_that_are_no_mean(clusters):
         train(Noisy, (drawn(12, 6), drawn(12)), "dp=2")
     with pytest.raises(PlanError, match="loss=None: the model gives a Tensor, in which there is no loss"):
         train(NoLoss, pairs, "dp=2")
+    with pytest.raises(PlanError, match=r"a dict of x is its first argument.*\{\*\*x, 'labels': y\}"):
+        train(NoLoss, ({"x": pairs[0]}, pairs[1]), "dp=2")
 
 
 # what cannot be -------------------------------------------------------------------------------------------------------
