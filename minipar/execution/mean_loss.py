@@ -24,7 +24,7 @@ from minipar.execution.following import Warned
 from minipar.execution.streams import Later
 from minipar.models.losses import Own, Trial, counted, counts_elements, is_mean, says_count, sum_and_count
 from minipar.models.tensors import differentiable, map_tensors, single
-from minipar.program import BACKWARDS, Program
+from minipar.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -59,8 +59,8 @@ class MeanLoss:
         self.means = (self.every or 1) * program.replicas
         # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.
         # (The model's own loss would have to be computed again, of the batch.)
-        known = is_mean(loss) or isinstance(loss, Own)
-        self.trial = Trial(loss) if not known and _is_split(program, rank) else None
+        known = is_mean(loss) or isinstance(loss, Own) or getattr(loss, "adds_up", False)
+        self.trial = Trial(loss) if not known and _is_split(program) else None
         self.tried = -1
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
@@ -119,10 +119,9 @@ class MeanLoss:
         return [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None] or found
 
 
-def _is_split(program: Program, rank: int) -> bool:
-    """Whether a rank trains on a part of each batch's rows."""
-    parts = program.microbatches * program.replicas
-    return parts > 1 and program.slice_count == 1 and any(ins.op in BACKWARDS for ins in program.ranks[rank])
+def _is_split(program: Program) -> bool:
+    """Whether a rank computes the loss of a part of each batch's rows."""
+    return program.microbatches * program.replicas > 1 and program.slice_count == 1
 
 
 def _check_count(counts: float, count: float) -> None:

@@ -227,6 +227,7 @@ class _Adding:
     """Takes the place of the loss in the last layer: it adds up what is asked for, micro-batch by micro-batch."""
 
     ignore_index = torch.iinfo(torch.int64).min  # no target has this value, so no micro-batch is skipped
+    adds_up = True  # each call is of rows that count once: it is not to be tried on others
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], outputs: bool) -> None:
         self.loss, self.metrics, self.wanted = loss, metrics, outputs
