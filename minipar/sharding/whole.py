@@ -68,7 +68,7 @@ def difference(
         if len(_flat(wanted)) != len(_flat(found)):
             return "other tensors have gradients in the captured one"
         words = [f"output {k}" for k in range(len(tensors(wanted[0])))]
-        words += [f"the gradient of {name}" for name in (["its input"] * len(wanted[1]) + names)]
+        words += [f"the gradient of {name}" for name in (["its input"] * len(wanted[1]) + names[: len(wanted[2])])]
         for what, a, b in zip(words, _flat(wanted), _flat(found), strict=True):
             if not _equal(a, b):
                 return f"{what} differs from the captured one"
