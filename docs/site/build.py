@@ -77,7 +77,8 @@ VIEWS = {
 
 def build(target: Path, names: Sequence[str] = ()) -> None:
     """Write the site with these lessons (default: all, their solutions, and the API) to a folder, emptied first."""
-    notebooks = lite.chosen() if lite.possible() and not names else []
+    tools = None if names else lite.install(ROOT / "build" / "lite")
+    notebooks = lite.chosen() if tools else []
     with tempfile.TemporaryDirectory() as work:
         pages = Path(work) / "pages"
         (pages / "explore").mkdir(parents=True)
@@ -104,8 +105,8 @@ def build(target: Path, names: Sequence[str] = ()) -> None:
         page.write_text(page.read_text().replace("<dl>\n<dd>", '<dl role="presentation">\n<dd>'))
     modules = engine.install(ROOT / "build" / "npm")
     size = engine.build(target / "_static" / "site", modules)
-    if notebooks:
-        lite.build(target / "lite", modules, ROOT / "build" / "wheels", notebooks)
+    if tools:
+        lite.build(target / "lite", modules, tools, ROOT / "build" / "wheels", notebooks)
     print(f"{target}: a page loads {size / 1000:.0f} kB of minipar; {len(notebooks)} notebooks in JupyterLite")
 
 

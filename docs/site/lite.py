@@ -1,16 +1,16 @@
 """JupyterLite: the views and some lessons as notebooks in the browser, with a kernel that is Pyodide.
 
-    python -m docs.site.lite build/site/lite      (docs/site/build.py calls it, where jupyterlite-core is installed)
+    python -m docs.site.lite build/site/lite      (docs/site/build.py calls it)
 
 Notebooks are made from the lessons: cells are run here in a Python that has no torch, and what cannot run there (real
 ranks, and what uses their results) is left out, with a line that says so. The kernel's own wheels come from PyPI, in
 the versions that Pyodide's list names; what is compiled (NumPy, matplotlib) comes from Pyodide's server, into the page.
+JupyterLite itself has a folder of its own: beside JupyterLab its kernel would be one of JupyterLab's extensions.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -30,6 +30,7 @@ from minipar import __version__
 ROOT = engine.ROOT
 NOTEBOOKS = ("explorer", "01_*", "05_*", "10_*", "11_*", "13_*", "16_*")
 ELSEWHERE = "https://cdn.jsdelivr.net/pyodide/v{version}/full/"
+TOOLS = ("jupyterlite-core", "jupyterlite-pyodide-kernel")
 KERNEL = ("micropip", "packaging", "ipython", "jedi")
 NEEDS = ("anywidget", "cloudpickle", "tqdm", "typing-extensions")  # of minipar, beside torch and what is compiled
 WIDGETS = ("anywidget", "ipywidgets", "jupyterlab-widgets", "comm", "psygnal")  # what is not in Pyodide's list
@@ -41,14 +42,18 @@ PICTURES = "# from Pyodide's own server\n%pip install --quiet {}"
 LEFT_OUT = "*Left out here, as it needs torch or real ranks: it runs after `pip install`.*"
 
 
-def possible() -> bool:
-    """Whether JupyterLite and its kernel are installed."""
-    return all(map(importlib.util.find_spec, ("jupyterlite_core", "jupyterlite_pyodide_kernel")))
+def install(target: Path) -> Path | None:
+    """JupyterLite and its kernel in a folder, in the versions of constraints.txt; None if they cannot be had."""
+    if not (target / "jupyterlite_core").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", target, *TOOLS]
+        if subprocess.run([*command, "-c", ROOT / "constraints.txt"]).returncode:
+            return None
+    return target
 
 
-def build(target: Path, modules: Path, cache: Path, notebooks: Sequence[Path]) -> None:
-    """Write JupyterLite with these notebooks to a folder. `modules` has npm's pyodide, `cache` keeps wheels between
-    builds."""
+def build(target: Path, modules: Path, tools: Path, cache: Path, notebooks: Sequence[Path]) -> None:
+    """Write JupyterLite with these notebooks to a folder. `modules` has npm's pyodide, `tools` is what `install` made,
+    `cache` keeps wheels between builds."""
     with tempfile.TemporaryDirectory() as work:
         source = Path(work)
         files, static, packages = source / "files", source / "static" / "pyodide", source / "pypi"
@@ -71,19 +76,18 @@ def build(target: Path, modules: Path, cache: Path, notebooks: Sequence[Path]) -
         for wheel in wheels(cache, {name: version(name) for name in WIDGETS}).values():
             shutil.copy(wheel, packages)
         pack(packages)
-        installed = Path(sys.prefix) / "share" / "jupyter" / "labextensions"
-        chosen_ones = {
-            "ignore_sys_prefix": True,
-            "federated_extensions": [str(installed / name) for name in EXTENSIONS],
-        }
+        homes = [home / "share" / "jupyter" / "labextensions" for home in (tools, Path(sys.prefix))]
+        found = [str(home.resolve() / name) for name in EXTENSIONS for home in homes if (home / name).exists()]
+        chosen_ones = {"ignore_sys_prefix": True, "federated_extensions": found}
         settings = {"LiteBuildConfig": {"no_sourcemaps": True, **chosen_ones}}
         (source / "jupyter_lite_config.json").write_text(json.dumps(settings))
         shutil.rmtree(target, ignore_errors=True)
         command = [sys.executable, "-m", "jupyterlite_core", "build", "--lite-dir", source, "--contents", files]
         apps = [word for app in ("lab", "notebooks") for word in ("--apps", app)]
         done = subprocess.run(
-            [*command, "--output-dir", target.resolve(), *apps], capture_output=True, text=True, cwd=source
-        )
+            [*command, "--output-dir", target.resolve(), *apps], capture_output=True, text=True, cwd=source,
+            env={**os.environ, "PYTHONPATH": str(tools.resolve())},
+        )  # fmt: skip
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
 
@@ -203,4 +207,6 @@ def runnable(texts: Sequence[str]) -> tuple[list[tuple[bool, str]], list[str]]:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), engine.install(ROOT / "build" / "npm"), ROOT / "build" / "wheels", chosen())
+    if (tools := install(ROOT / "build" / "lite")) is None:
+        sys.exit("JupyterLite cannot be had")
+    build(Path(sys.argv[1]), engine.install(ROOT / "build" / "npm"), tools, ROOT / "build" / "wheels", chosen())

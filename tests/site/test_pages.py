@@ -230,9 +230,9 @@ def test_the_readme_begins_with_the_sites_address() -> None:
 @pytest.mark.extra("site/test_lite.py::test_cells_on_real_ranks_are_left_out_and_what_needs_no_torch_stays")
 def test_the_explorer_runs_in_jupyterlite(opened: Opened, site: Path) -> None:
     """The kernel starts with nothing from elsewhere, installs minipar, and views draw."""
-    pytest.importorskip("jupyterlite_core")
-    modules = engine.install(engine.ROOT / "build" / "npm")
-    lite.build(site / "lite", modules, engine.ROOT / "build" / "wheels", [lessons.HOME / "explorer.ipynb"])
+    modules, tools = engine.install(engine.ROOT / "build" / "npm"), lite.install(engine.ROOT / "build" / "lite")
+    assert tools
+    lite.build(site / "lite", modules, tools, engine.ROOT / "build" / "wheels", [lessons.HOME / "explorer.ipynb"])
     page = opened("lite/notebooks/index.html?path=explorer.ipynb", live=False, strict=False)
     page.set_default_timeout(200_000)
     page.get_by_role("menuitem", name="Run").first.click()
