@@ -30,7 +30,7 @@ from minipar import __version__
 ROOT = engine.ROOT
 NOTEBOOKS = ("explorer", "01_*", "05_*", "10_*", "11_*", "13_*", "16_*")
 ELSEWHERE = "https://cdn.jsdelivr.net/pyodide/v{version}/full/"
-TOOLS = ("jupyterlite-core", "jupyterlite-pyodide-kernel")
+TOOLS = ("jupyterlite-core==0.8.6", "jupyterlite-pyodide-kernel==0.8.6")
 KERNEL = ("micropip", "packaging", "ipython", "jedi")
 NEEDS = ("anywidget", "cloudpickle", "tqdm", "typing-extensions")  # of minipar, beside torch and what is compiled
 WIDGETS = ("anywidget", "ipywidgets", "jupyterlab-widgets", "comm", "psygnal")  # what is not in Pyodide's list
@@ -43,7 +43,7 @@ LEFT_OUT = "*Left out here, as it needs torch or real ranks: it runs after `pip 
 
 
 def install(target: Path) -> Path | None:
-    """JupyterLite and its kernel in a folder, in the versions of constraints.txt; None if they cannot be had."""
+    """JupyterLite and its kernel in a folder; None if they cannot be had."""
     if not (target / "jupyterlite_core").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", target, *TOOLS]
         if subprocess.run([*command, "-c", ROOT / "constraints.txt"]).returncode:
