@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 import sys
 from functools import partial
 
@@ -164,3 +165,25 @@ def test_refusals_say_why(model, reason):
 def test_models_of_other_kinds_are_refused():
     with pytest.raises(PlanError, match="Spine is no model of transformers; possible is models.from_torch"):
         models.from_transformers(Spine())
+
+
+def test_a_model_is_cut_without_a_library_for_formulas():
+    """Torch imports sympy for some ways of calling autograd, in each rank: a tenth of a first run."""
+    code = """
+import sys
+import torch
+from torch import nn
+from minipar.models import from_torch
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+assert len(from_torch(Net(), torch.zeros(3, 4))) > 1
+assert "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
