@@ -697,10 +697,9 @@ class Replay:
         owner = self.owner(entry)
         weight, whole = sum(owner.weights.values()), owner.whole
         mean = self.log.every is None  # the rows of a step have one mean loss
-        counts = weight or not mean or self.log.local  # (a replica that counts nothing has a gradient of zeros,
-        idle = self.log.local and not any(owner.sums.values())  # also if it has no rows)
+        idle = self.log.local and not any(owner.sums.values())  # (a replica without rows has a gradient of zeros)
         for name, p in owner.named.items():
-            found = [sums[name] for sums in owner.sums.values() if name in sums] if counts else []
+            found = [sums[name] for sums in owner.sums.values() if name in sums]
             came = whole / weight if mean and found and weight not in (0, whole) else 1.0
             p.grad = torch.stack(found).sum(0) * came if found else torch.zeros_like(p) if idle else None
         if self.job.clip is not None:

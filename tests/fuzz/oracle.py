@@ -113,9 +113,9 @@ class Plain:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def taken(self) -> dict[str, Tensor]:
-        """The gradients, by name; 0 where there is none."""
-        grads = {name: p.grad for name, p in self.named.items()}
+    def taken(self, there: bool = False) -> dict[str, Tensor]:
+        """The gradients, by name; 0 where there is none. there: only those that there are."""
+        grads = {name: p.grad for name, p in self.named.items() if p.grad is not None or not there}
         return {n: torch.zeros_like(self.named[n]) if g is None else g.to_dense().clone() for n, g in grads.items()}
 
     def close(self, result: Result) -> Result:
@@ -228,27 +228,30 @@ def served(
             taking.append((row.worker, row.step))
         elif kind == "APPLY":
             now = {name: p.detach().clone() for name, p in plain.named.items()}
-            total = {name: torch.zeros_like(p) for name, p in now.items()}
+            total: dict[str, Tensor] = {}
             rows = of = 0
             for worker, step in taking:
                 x, y = batches(step)
                 cut = parts(len(x), workers * microbatches)
                 mine = slice(cut[worker * microbatches].start, cut[(worker + 1) * microbatches - 1].stop)
                 own, of = weight(y[mine]), weight(y)
-                if not own:
+                if mine.start == mine.stop:
                     continue
                 rows += own
                 for name, p in plain.named.items():
                     p.data.copy_(seen[worker, step][name])
-                value = plain.value(x[mine], y[mine], step, mine.start) * (own / of)
+                if own:
+                    value = plain.value(x[mine], y[mine], step, mine.start) * (own / of)
+                else:  # (rows that count nothing have a gradient of zeros)
+                    value = whole_of(plain.output(x[mine], step, mine.start)).sum() * 0
                 if value.requires_grad:
                     value.backward()
-                for name, g in plain.taken().items():
-                    total[name] += g
+                for name, g in plain.taken(there=True).items():
+                    total[name] = total[name] + g if name in total else g
                 plain.model.zero_grad()
             for name, p in plain.named.items():
                 p.data.copy_(now[name])
-                p.grad = total[name] * (of / rows) if rows else None  # (of no rows there is no gradient)
+                p.grad = total[name] * (of / (rows or of)) if name in total else None
             if clip is not None and plain.named:
                 torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             plain.update()
