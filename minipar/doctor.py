@@ -16,13 +16,13 @@ from minipar.prediction.oversubscription import available_cores
 
 PACKAGES = (
     "torch", "numpy", "matplotlib", "jupyterlab", "ipywidgets", "anywidget", "plotly", "sklearn", "transformers",
-    "torchvision", "timm",
+    "peft", "torchvision", "timm",
 )  # fmt: skip
 # transformers imports the rest of itself, and torchvision if that is installed, when a model is asked for.
 STATEMENTS = {"transformers": "from transformers import GPT2LMHeadModel"}
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 MISSING = "not installed"
-WITH_TORCHVISION = ("torchvision", "timm", "transformers")  # these two import it
+WITH_TORCHVISION = ("torchvision", "timm", "transformers", "peft")  # these import it, too
 PATIENCE = 120  # seconds for the imports
 TRY = """
 import os, sys

@@ -132,7 +132,6 @@ def adapted():
 
 
 @needs_transformers
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 @pytest.mark.parametrize("plan", ["dp=2 zero=3", "pp=2 microbatches=2"])
 def test_adapters_of_peft(clusters, plan):
     options = {"loss": outside.cross_entropy, "cluster": clusters(2), "progress": False, "steps": 2, "check": True}
