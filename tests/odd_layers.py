@@ -147,6 +147,14 @@ class Force(Odd):
             return torch.autograd.grad(energy, at, create_graph=True)[0] + self.b(at)
 
 
+@odd("gradients and tangents of torch.func")
+class Functional(Odd):
+    def forward(self, x: Tensor) -> Any:
+        force = torch.func.grad(lambda at: self.b(self.a(at).tanh()).sin().sum())(x)
+        value, tangent = torch.func.jvp(self.b, (x,), (self.vector.expand_as(x),))
+        return force + value * tangent
+
+
 @odd("weight norm")
 class Normed(Odd):
     def prepare(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minipar.errors import RankError
-from minipar.models.tensors import storages
+from minipar.models.tensors import saving_hooks, storages
 
 
 class Slot:
@@ -85,7 +85,7 @@ class SavedTensors:
 
     def saving(self) -> AbstractContextManager[Any]:
         """While entered, autograd saves notes."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return saving_hooks(self._pack, self._unpack)
 
     def settle(self, output: Iterable[Tensor]) -> None:
         """The forward is done: leave out the storages of its output, which stay."""
@@ -104,7 +104,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Any:
         # (never the tensor itself: the graph that holds it may be its own)
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        usual = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor._is_zerotensor()
+        plain = usual and tensor.layout is torch.strided
         key = tensor.untyped_storage().data_ptr() if plain else 0
         if not key or key in self._known or tensor.is_conj() or tensor.is_neg():
             slot = Slot(tensor) if plain else None

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from minipar.errors import PlanError
 from minipar.models.dispatch_mode import DispatchMode
 from minipar.models.sizes import Chain, ChainLayer
-from minipar.models.tensors import copied
+from minipar.models.tensors import copied, saving_hooks
 
 
 def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
@@ -41,7 +41,7 @@ def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
     for layer in layers if isinstance(layers, nn.Sequential) else [layers]:
         counter = _Counter({id(parameter) for parameter in layer.parameters()})
         try:
-            with counter, torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
+            with counter, saving_hooks(counter.keep, lambda tensor: tensor):
                 x = layer(*x) if isinstance(x, tuple) and not isinstance(layers, nn.Sequential) else layer(x)
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).split("\n")[0]

@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -331,8 +331,29 @@ def _smooth(tensor: Tensor) -> bool:
 
 def storages(values: Iterable[Tensor]) -> dict[int, int]:
     """Address and bytes of each distinct storage. Addresses are distinct as long as all storages are alive."""
-    found = (t.untyped_storage() for t in values)
+    found = (t.untyped_storage() for t in values if not t._is_zerotensor())  # (torch.func.jvp has zeros without memory)
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+@contextmanager
+def saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """torch's saved_tensors_hooks. torch.func.grad refuses them: what it computes is saved as if there were none."""
+
+    @contextmanager
+    def without(message: str) -> Iterator[None]:
+        torch._C._autograd._saved_tensors_hooks_disable(message, fail_if_non_empty=False)
+        try:
+            yield
+        finally:
+            torch._C._autograd._saved_tensors_hooks_enable()
+
+    graph = torch.autograd.graph
+    refuse, graph.disable_saved_tensors_hooks = graph.disable_saved_tensors_hooks, without
+    try:
+        with graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = refuse
 
 
 def spec(value: Any) -> Any:

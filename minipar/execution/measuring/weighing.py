@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from minipar.errors import RankError
-from minipar.models.tensors import count_bytes, given_to, opaque, storages, tensors
+from minipar.models.tensors import count_bytes, given_to, opaque, saving_hooks, storages, tensors
 
 Rest = TypeVar("Rest")
 
@@ -42,7 +41,7 @@ def weigh(
         saved.append(tensor.detach())
         return saved[-1]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saving_hooks(pack, lambda tensor: tensor):
         output, rest = run(given_to(layer, given))
     for name, p in layer.named_parameters():
         if p not in parameters:
