@@ -340,8 +340,8 @@ def saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor])
     """torch's saved_tensors_hooks. torch.func.grad refuses them: what it computes is saved as if there were none."""
 
     @contextmanager
-    def without(message: str) -> Iterator[None]:
-        torch._C._autograd._saved_tensors_hooks_disable(message, fail_if_non_empty=False)
+    def without(error_message: str) -> Iterator[None]:
+        torch._C._autograd._saved_tensors_hooks_disable(error_message, fail_if_non_empty=False)
         try:
             yield
         finally:
