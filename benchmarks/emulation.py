@@ -16,8 +16,7 @@ from minipar import Cluster, Plan, simulate
 from minipar.costs.device import DeviceSpec, link_presets
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 
 TIMES = {"forward": 0.020, "backward": 0.040}
 PLANS = ("pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8")
@@ -46,8 +45,7 @@ def measure(quick: bool = False) -> list[Row]:
                 program = Plan.parse(plan).compile(shape_of(list(_build())))
                 sizes = microbatch_rows(job.batch, program.replicas, program.microbatches)
                 (facts,) = cluster.run_on([0], profile_job, job, sizes)
-                own = ProfiledCosts(program, facts.profile, job.batch)
-                prediction = simulate(program, EmulatedCosts(program, device, own))
+                prediction = simulate(program, ProgramCosts(program, facts.profile, job.batch, device))
                 predicted = prediction.time
                 done = execute(
                     program, job, cluster=cluster, passes=3 if quick else 7, keep_gradients=False, check=False

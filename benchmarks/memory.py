@@ -19,7 +19,7 @@ from minipar.execution.execution import Job, execute, profile_job
 from minipar.execution.executor import Executor
 from minipar.execution.memory.tracker import Tracker
 from minipar.prediction.forecast import Forecast
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import microbatch_rows
 
 PLANS = (
     "dp=1",

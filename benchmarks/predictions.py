@@ -20,7 +20,7 @@ from minipar import Cluster, Plan, calibrate, data, models
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.prediction.forecast import Forecast
 from minipar.prediction.oversubscription import available_cores
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import microbatch_rows
 from minipar.training.training import train
 from minipar.wording import several
 

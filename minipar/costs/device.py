@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from minipar.costs.links import Line
 from minipar.costs.protocol import Costs
 from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
@@ -77,6 +78,26 @@ class DeviceSpec:
         rates = (self.flops, self.bandwidth, self.latency, self.host_bandwidth, self.disk_bandwidth, self.costs)
         return any(x is not None for x in rates)
 
+    @property
+    def computes(self) -> bool:
+        """Whether it gives a speed of computing; otherwise instructions take as long as on this machine."""
+        return self.costs is not None or self.flops is not None
+
+    @property
+    def links(self) -> bool:
+        """Whether it gives a speed of messages; times without rates have infinitely fast links."""
+        return self.costs is not None or self.bandwidth is not None or self.latency is not None
+
+    @property
+    def messages_by_costs(self) -> bool:
+        """Whether messages, too, take the times of a function `costs`."""
+        return callable(self.costs) and self.bandwidth is None and self.latency is None
+
+    @property
+    def line(self) -> Line:
+        """A link between two devices."""
+        return Line(self.latency or 0.0, self.bandwidth)
+
     def copy_bandwidth(self, ins: Instruction) -> float | None:
         """Bytes a second of an OFFLOAD or FETCH; None: as fast as on this machine."""
         to_disk = any(tier(value) == "disk" for value in (ins.reads[0], ins.writes[0]))
@@ -108,6 +129,9 @@ class DeviceSpec:
                     f"nor one of {', '.join(f'{k}=' for k in (*_TIMES, *known))}"
                 )
         return replace(spec, costs=times or None, name=spec.name or text)
+
+
+THIS_MACHINE = DeviceSpec()
 
 
 def _written(key: str, number: Any) -> str:

@@ -24,7 +24,7 @@ first one that reads the message.
 Where a GPU computes, the walk of the host is ahead of it, times are events, and waits are the device's own. All that
 the executor needs of a device is in streams.py, for a CPU and for a GPU; docs/gpu.md says what of it has run where.
 
-Emulated devices (emulation.py): `prediction/emulated.py` turns a `DeviceSpec` into seconds for each instruction, for
+Emulated devices (emulation.py): `ProgramCosts` (prediction) turns a `DeviceSpec` into seconds of each instruction, for
 the prediction and for the delays of the run alike. A compute instruction is followed by a sleep until its device would
 have ended. A message carries the time at which it arrives, and its reader waits for that. A thread that is woken late
 does not make its device late, since the next instruction still ends when it should. Real work that is late by more than

@@ -24,7 +24,7 @@ from torch import Tensor
 from minipar.cluster import threads
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
-from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.streams import Link
 from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, tier
 
@@ -47,22 +47,22 @@ class Delays:
     disk_bandwidth: float | None = None
 
 
-def delays(costs: EmulatedCosts, rank: int) -> Delays:
+def delays(costs: ProgramCosts, rank: int) -> Delays:
     """The delays of one rank."""
     row = list(enumerate(costs.program.ranks[rank]))
     return Delays(
         {k: costs.compute(rank, ins) for k, ins in row if ins.op in COMPUTE and costs.delays(ins)},
-        {k: costs.collective(ins) for k, ins in row if ins.op in COLLECTIVES and costs.links},
+        {k: costs.collective(ins) for k, ins in row if ins.op in COLLECTIVES and costs.device.links},
         {
             k: costs.transfer(rank, ins)
             for k, ins in row
-            if (ins.op is Op.SEND and costs.transfers_by_function) or (ins.op is Op.PUSH and costs.links)
+            if (ins.op is Op.SEND and costs.device.messages_by_costs) or (ins.op is Op.PUSH and costs.device.links)
         },
-        costs.links,
-        costs.spec.bandwidth,
-        costs.spec.latency or 0.0,
-        costs.spec.host_bandwidth,
-        costs.spec.disk_bandwidth,
+        costs.device.links,
+        costs.device.bandwidth,
+        costs.device.latency or 0.0,
+        costs.device.host_bandwidth,
+        costs.device.disk_bandwidth,
     )
 
 

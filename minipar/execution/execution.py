@@ -70,9 +70,8 @@ from minipar.models.tensors import (
     take_tokens,
     undivided,
 )
-from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.forecast import Facts
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.program import PRECISIONS, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
@@ -352,7 +351,7 @@ def execute(
     report: Callable[[int, float], None] | None = None,
     watch: Observer | None = None,
     check: bool = True,
-    costs: EmulatedCosts | None = None,
+    costs: ProgramCosts | None = None,
     memory: bool = False,
     storing: Storing = NOTHING,
     rest: Program | None = None,
@@ -394,7 +393,7 @@ def under_way(
     passes: int = 1,
     report: Callable[[int, float], None] | None = None,
     watch: Observer | None = None,
-    costs: EmulatedCosts | None = None,
+    costs: ProgramCosts | None = None,
     memory: bool = False,
     storing: Storing = NOTHING,
     rest: Program | None = None,
@@ -438,7 +437,7 @@ class Running:
 
     def __init__(
         self, job: Job, work: Work, ranks: Ranks, hear: Callable[[int, Any], None], passes: int,
-        costs: EmulatedCosts | None,
+        costs: ProgramCosts | None,
     ) -> None:  # fmt: skip
         self.job, self.work, self.ranks, self.hear, self.passes, self.costs = job, work, ranks, hear, passes, costs
         self.done: list[tuple[PassRecord, ...]] = []
@@ -482,7 +481,7 @@ class Running:
         trace = _measured(self.happened(k), self.done[k], self._clock_error)
         if self.costs is not None:
             overruns = [one.overruns for one in self.done[k]]
-            trace = replace(trace, overruns=overruns, note=emulated_note(self.costs.spec, overruns))
+            trace = replace(trace, overruns=overruns, note=emulated_note(self.costs.device, overruns))
         return trace
 
     def end(self) -> None:
@@ -536,10 +535,10 @@ def _begin(ranks: Sequence[PassRecord]) -> float:
     return min(min(one.starts) for one in ranks)
 
 
-def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:
+def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> ProgramCosts:
     """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
     if spec.flops is None:
-        return EmulatedCosts(program, spec)
+        return ProgramCosts(program, device=spec)
     rows = microbatch_rows(job.batch, program.replicas, program.row_microbatches)
     keys = {"tp": "tp", "cp": "context_parallel", "ep": "ep"}
     shared = {keys[axis]: size for axis, size in program.mesh if axis in SHARING}
@@ -549,7 +548,7 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
         computing = replace(computing, schedule="terapipe", slices=program.slices)
     halves = any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing, halves)
-    return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+    return ProgramCosts(program, facts.profile, job.batch, spec)
 
 
 def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks, short: str = "") -> Job:
@@ -561,9 +560,8 @@ def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ra
     return replace(job, graphs=graphs, cut=cut)
 
 
-def _delays(costs: EmulatedCosts, program: Program, rank: int) -> Delays:
-    own = None if costs.own is None else replace(costs.own, program=program)
-    return delays(replace(costs, program=program, own=own), rank)
+def _delays(costs: ProgramCosts, program: Program, rank: int) -> Delays:
+    return delays(replace(costs, program=program), rank)
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:

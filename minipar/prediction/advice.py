@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from minipar.errors import DeviceOutOfMemory, MiniparError
 from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.memory import predict_memory
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import microbatch_rows
 from minipar.program import Program
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.plan import Plan

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from minipar.costs.alpha_beta import AlphaBeta
+from minipar.costs.links import Line
 from minipar.costs.rates import Calibration, LinearCost
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value, collectives, order
@@ -79,10 +80,11 @@ def seconds(
     return simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
 
 
-def by_links(collective: str, algorithm: str, ranks: int, nbytes: int, latency: float, beta: float) -> float:
-    """Seconds of a collective by one algorithm, on links of this latency and of `beta` seconds for each byte."""
+def by_links(collective: str, algorithm: str, ranks: int, nbytes: int, line: Line) -> float:
+    """Seconds of a collective by one algorithm, on links of one kind."""
     program = collectives.program(collective, algorithm, ranks, nbytes)
-    return simulate(program, AlphaBeta(program, latency, beta)).time if ranks > 1 else 0.0
+    costs = AlphaBeta(program, line.latency, line.occupied(1))
+    return simulate(program, costs).time if ranks > 1 else 0.0
 
 
 @lru_cache(1024)

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 from minipar.costs.analytic import Division
@@ -44,7 +45,7 @@ from minipar.prediction.plan_numbers import (
     placement_of,
     split_of,
 )
-from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
+from minipar.prediction.rank_memory import KINDS, Part, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import Form, Times, find
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
@@ -74,27 +75,38 @@ class Cost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one block (or other layer) takes of one rank for one micro-batch.
+    """What one block (or other layer), or several of them, take of one rank for one micro-batch.
 
-    matrix, memory       seconds of the forward: in matrix products, in other operators
-    back                 (matrix, memory): seconds of the backward
-    inner                the part of `back` that is needed only for the gradients of the weights
-    core                 seconds of the attention core's forward, which "selective" runs again
-    sent, sent_back      seconds of collectives of ranks that share the block, forward and backward
-    again                seconds of collectives when the block runs forward again
-    flops, core_flops    operations of all ranks that share the block, forward; a causal kernel does half of the pairs
+    matrix, memory, sent   seconds of the forward: in matrix products, in other operators, in collectives of ranks that
+                           share the layer
+    back_matrix, back_memory, back_sent   the same of the backward
+    weight                 the part of the backward that only the gradients of weights need
+    core                   seconds of the attention core's forward, which "selective" runs again
+    again                  seconds of collectives when the layer runs forward again
+    flops, core_flops      operations of all ranks that share the layer, forward; a causal kernel does half of the pairs
     """
 
     matrix: float
     memory: float
-    back: tuple[float, float]
-    inner: float
-    core: float
     sent: float
-    sent_back: float
+    back_matrix: float
+    back_memory: float
+    back_sent: float
+    weight: float
+    core: float
     again: float
     flops: float
     core_flops: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward."""
+        return self.matrix + self.memory + self.sent
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward, without what runs again."""
+        return self.back_matrix + self.back_memory + self.back_sent
 
 
 class Links(NamedTuple):
@@ -261,7 +273,7 @@ def block_work(
     matrix, flops = products + core, model.core_flops * rows
     done = flops / 2 if model.flash else flops  # (what the kernel computes)
     return Work(
-        matrix, memory, (2 * products + core_back, memory_back), products, core + softmax, sent, sent + ring, sent,
+        matrix, memory, sent, 2 * products + core_back, memory_back, sent + ring, products, core + softmax, sent,
         model.block_flops * rows - flops + done, done,
     )  # fmt: skip
 
@@ -293,13 +305,13 @@ def ends_work(
     around = links(machine, tp, 1)
     summed = 2 * gather(machine, around, e * size)
     lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * outside) * model.dropout
-    embed = Work(0.0, lookup, (0.0, lookup), 0.0, 0.0, summed, summed / 2, summed, 0.0, 0.0)
+    embed = Work(0.0, lookup, summed, 0.0, lookup, summed / 2, 0.0, 0.0, summed, 0.0, 0.0)
     logits = tokens * v / tp
     product = run.product(tokens, v / tp, h)
     loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * outside)
     loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * outside)
     flops = model.head_flops * rows
-    head = Work(product, loss, (2 * product, loss_back), product, 0.0, summed / 2, summed, 0.0, flops, 0.0)
+    head = Work(product, loss, summed / 2, 2 * product, loss_back, summed, product, 0.0, 0.0, flops, 0.0)
     return embed, head
 
 
@@ -312,107 +324,75 @@ def chain_work(model: Chain, machine: Hardware, precision: str | Precision, rows
         flops = layer.flops * rows
         matrix = flops / run.wide * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
         memory = run.stream(element * layer.moved * rows)
-        found.append(Work(matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, flops, 0.0))
+        found.append(Work(matrix, memory, 0.0, 2 * matrix, 2 * memory, 0.0, matrix, 0.0, 0.0, flops, 0.0))
     return tuple(found)
 
 
 class Stage(NamedTuple):
-    """The layers of one rank of the pipeline, added up, for one micro-batch.
+    """The layers of one rank of the pipeline, or of one of its chunks, added up, for one micro-batch.
 
-    matrix, memory, sent    seconds of the forward: matrix products, other operators, collectives of shared layers
-    back_matrix, back_memory, back_sent   the same of the backward, without what runs again
-    again                   seconds of what runs forward again
-    weight                  seconds of the backward that only the gradients of weights need
+    work                    seconds and operations of forward and backward
+    again, extra            seconds and operations of what runs forward again
     parameters, experts     of this rank: those that all replicas have, and those of its experts
     saved                   bytes kept from forward to backward
-    flops, extra            operations of the forward, and of what runs again, of all ranks that share the layers
     """
 
-    layers: int = 0
-    matrix: float = 0.0
-    memory: float = 0.0
-    sent: float = 0.0
-    back_matrix: float = 0.0
-    back_memory: float = 0.0
-    back_sent: float = 0.0
-    again: float = 0.0
-    weight: float = 0.0
-    parameters: int = 0
-    experts: int = 0
-    saved: float = 0.0
-    flops: float = 0.0
-    extra: float = 0.0
-
-    @property
-    def forward(self) -> float:
-        """Seconds of the forward."""
-        return self.matrix + self.memory + self.sent
+    layers: int
+    work: Work
+    again: float
+    extra: float
+    parameters: int
+    experts: int
+    saved: float
 
     @property
     def backward(self) -> float:
         """Seconds of the backward, with what runs again."""
-        return self.back_matrix + self.back_memory + self.back_sent + self.again
-
-
-def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
-    """The different ranks of the pipeline in order, and how many neighbours are alike."""
-    return _stages(numbers.pipeline, model, machine)
+        return self.work.backward + self.again
 
 
 @lru_cache(8192)
-def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
-    found = []
-    for facts in {one.kind: one for one in of_kinds(n, model)}.values():
-        kind = facts.kind
-        again = tuple(part.again for part in facts.parts)
-        saved = sum(part.held for part in facts.parts)
-        one = _stage(
-            model, machine, n.precision, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
-            facts.copies, again,
-        )  # fmt: skip
-        found.append((one._replace(saved=saved), kind.alike))
-    return tuple(found)
+def stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
+    """The different ranks of a pipeline (`PlanNumbers.pipeline`) in order, and how many neighbours are alike."""
+    return tuple(
+        (_stage(model, machine, n, one.kind.chunks, one.parts, one.copies), one.kind.alike)
+        for one in {one.kind: one for one in of_kinds(n, model)}.values()
+    )
 
 
-@lru_cache(8192)
 def _stage(
+    model: Sizes, machine: Hardware, n: PlanNumbers, chunks: tuple[Chunk, ...], parts: Sequence[Part], copies: int
+) -> Stage:
+    """Chunks of one rank for one micro-batch. Of stages with copies the rank has one of so many micro-batches each."""
+    selective, again = n.checkpoint == "selective", tuple(part.again for part in parts)
+    one = _added(model, machine, n.precision, n.rows, n.division, selective, chunks, copies, again)
+    return one._replace(saved=sum(part.held for part in parts))
+
+
+@lru_cache(8192)
+def _added(
     model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, selective: bool,
     chunks: tuple[Chunk, ...], copies: int, again: tuple[tuple[int, ...], ...],
 ) -> Stage:  # fmt: skip
-    """One rank's layers for one micro-batch. If stages have copies, the rank has one of so many micro-batches in each.
-
-    again   for each chunk, the layers that run forward again
-    """
-    d = division
-    if isinstance(model, Chain):
-        works = chain_work(model, machine, precision, rows)
-        blocks = range(len(works))
-    else:
+    """again   for each chunk, the layers that run forward again"""
+    works, d = chain_work(model, machine, precision, rows) if isinstance(model, Chain) else (), division
+    if not isinstance(model, Chain):
         given = (model, machine, precision, rows, d.tp, d.cp, d.ep, d.sequence)
         embed, head = ends_work(*given)
-        works = (embed, block_work(*given), head)
-        blocks = range(1, model.layers + 1)
-    counts = [[0, 0] for _ in works]
+        works = embed, block_work(*given), head
+    counts = [[0.0] * len(works), [0.0] * len(works)]
     for chunk, repeated in zip(chunks, again, strict=True):
-        for k, layers in enumerate((range(chunk.start, chunk.stop), repeated)):
+        for count, layers in zip(counts, (range(chunk.start, chunk.stop), repeated), strict=True):
             for layer in layers:
-                kind = layer if isinstance(model, Chain) else (layer in blocks) + 2 * (layer > model.layers)
-                counts[kind][k] += 1
-    one = Stage()
-    for work, (count, twice) in zip(works, counts, strict=True):
-        share = count / copies
-        part = twice / copies
-        core = share if selective else 0.0
-        one = Stage(
-            one.layers + count, one.matrix + share * work.matrix, one.memory + share * work.memory,
-            one.sent + share * work.sent, one.back_matrix + share * work.back[0],
-            one.back_memory + share * work.back[1], one.back_sent + share * work.sent_back,
-            one.again + part * (work.matrix + work.memory + work.again) + core * work.core,
-            one.weight + share * work.inner, 0, 0, 0.0, one.flops + share * work.flops,
-            one.extra + part * work.flops + core * work.core_flops,
-        )  # fmt: skip
+                kind = layer if isinstance(model, Chain) else (layer > 0) + (layer > model.layers)
+                count[kind] += 1 / copies
+    once, twice = (Work(*(sum(map(mul, count, column)) for column in zip(*works, strict=True))) for count in counts)
     parameters, experts = parameters_of(model, division, chunks)
-    return one._replace(parameters=parameters, experts=experts)
+    return Stage(
+        sum(chunk.stop - chunk.start for chunk in chunks), once,
+        twice.matrix + twice.memory + twice.again + once.core * selective, twice.flops + once.core_flops * selective,
+        parameters, experts, 0.0,
+    )  # fmt: skip
 
 
 class Pace(NamedTuple):
@@ -434,20 +414,13 @@ def _pace(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas)
     and written."""
     n, added, share = numbers, 0.0, machine.rates
     fused = STACKS[n.software].fused
-    hidden = min(stage.back_sent, stage.weight) * share.beside * fused
+    hidden = min(stage.work.back_sent, stage.work.weight) * share.beside * fused
     if not fused:
         moved = (stage.parameters + stage.experts) * (n.bytes.gradient + 8)
         added = moved / kernels(machine, n.precision).bandwidth
-    waits, second = _waits(n, machine, stage, axes), stage.weight + added
-    return Pace(Times(stage.forward, stage.backward - hidden + added + waits - second, second), hidden, added, waits)
-
-
-class StageTimes(NamedTuple):
-    """Seconds of one stage of the pipeline: of a micro-batch, of its message to the next stage, and of a step's sum of
-    gradients over the stage's copies."""
-
-    times: Times
-    copies: float = 0.0
+    waits, second = _waits(n, machine, stage, axes), stage.work.weight + added
+    first = stage.backward - hidden + added + waits - second
+    return Pace(Times(stage.work.forward, first, second), hidden, added, waits)
 
 
 @lru_cache(1024)
@@ -468,22 +441,21 @@ def on_device(model: Sizes, machine: Hardware, stack: str) -> Sizes:
     return replace(model, flash=False)
 
 
-Ends = Callable[[Sequence[StageTimes]], Sequence[float]]
+Ends = Callable[[Sequence[Times]], Sequence[float]]
 
 
-def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[StageTimes, ...]:
+def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[Times, ...]:
     """The times of each stage. Those of a rank are `stages`, in which its chunks are added up."""
-    n, axes, placement = numbers, replicas_of(numbers, machine), placement_of(numbers)
-    selective, copies = n.checkpoint == "selective", copies_of(n)
+    n, axes, placement, copies = numbers, replicas_of(numbers, machine), placement_of(numbers), copies_of(numbers)
     after = list(accumulate(split_of(n, model)))
-    found: dict[int, StageTimes] = {}
+    found: dict[int, Times] = {}
     for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
         for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
-            one = _stage(model, machine, n.precision, n.rows, n.division, selective, (chunk,), 1, (part.again,))
-            times = _pace(n, machine, one._replace(saved=part.held), axes).times
+            one = _stage(model, machine, n, (chunk,), (part,), 1)
             summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
+            times = _pace(n, machine, one, axes).times._replace(copies=summed)
             for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):
-                found[stage] = StageTimes(times._replace(message=_message(n, model, machine, after[stage])), summed)
+                found[stage] = times._replace(message=_message(n, model, machine, after[stage]))
     return tuple(found[stage] for stage in range(len(after)))
 
 
@@ -502,7 +474,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
             f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
         )
     n, p, m = numbers, numbers.pp, numbers.microbatches
-    kinds = stages(numbers, model, machine)
+    kinds = stages(numbers.pipeline, model, machine)
     axes = replicas_of(numbers, machine)
     each = [_pace(numbers, machine, one, axes) for one, _ in kinds]
     slow = max(range(len(kinds)), key=lambda k: each[k].times.both)
@@ -515,7 +487,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     even, messages = m * each[slow].times.both, 0.0
     if p > 1 and replica is not None:
         there = stage_times(numbers, model, machine)
-        without_messages = [StageTimes(times._replace(message=0.0), copies) for times, copies in there]
+        without_messages = [times._replace(message=0.0) for times in there]
         held_by = [k for k, (_, alike) in enumerate(kinds) for _ in range(alike)]
         free, whole = (
             [end + count * (sums[k] + steps[k]) for end, k in zip(replica(given), held_by, strict=True)]
@@ -532,12 +504,12 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
         messages = by_formula(form, n, sent, each[slow].times.both) - even
     if p > 1 and isinstance(model, Transformer) and model.tied:
         summed += _over_copies(n, machine, model.vocabulary / n.tp * model.hidden)
-    pace, one = each[slow], kinds[slow][0]
+    pace, work, again = each[slow], kinds[slow][0].work, kinds[slow][0].again
     seconds = {
-        "matrix products": m * (one.matrix + one.back_matrix),
-        "other operators": m * (one.memory + one.back_memory + pace.added),
-        "recomputation": m * one.again,
-        "collectives of shared layers": m * (one.sent + one.back_sent - pace.hidden),
+        "matrix products": m * (work.matrix + work.back_matrix),
+        "other operators": m * (work.memory + work.back_memory + pace.added),
+        "recomputation": m * again,
+        "collectives of shared layers": m * (work.sent + work.back_sent - pace.hidden),
         "parameters and copies": m * pace.waits,
         "bubble": max(0.0, even - m * pace.times.both),
         "messages": messages,
@@ -545,7 +517,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
         "optimizer": step,
     }
     held = fullest(numbers, model)
-    flops = n.dp * m * sum(one.flops * count for one, count in kinds)
+    flops = n.dp * m * sum(one.work.flops * count for one, count in kinds)
     extra = n.dp * m * sum(one.extra * count for one, count in kinds)
     time = sum(seconds.values())
     return Cost(
@@ -583,14 +555,14 @@ def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas
     if n.zero == 3 and axes.all.ranks > 1:
         gathered = _by_layer(machine, stage, axes, each.parameter)
         summed = _by_layer(machine, stage, axes, each.gradient) if n.every else 0.0
-        waits = gathered - share.beside * min(gathered, stage.forward)
+        waits = gathered - share.beside * min(gathered, stage.work.forward)
         waits += gathered + summed - share.beside * min(gathered + summed, stage.backward)
     elif n.zero == 2 and n.every and axes.all.ranks > 1:
         summed = _by_layer(machine, stage, axes, each.gradient) * (n.microbatches - 1) / n.microbatches
         waits = summed - share.beside * min(summed, stage.backward) * n.overlap
     copied = 2 * stage.saved * ("activations" in n.offload) + 2 * each.parameter * size * ("parameters" in n.offload)
     copying = copied / machine.copies
-    return waits + copying - share.beside * min(copying, stage.forward + stage.backward)
+    return waits + copying - share.beside * min(copying, stage.work.forward + stage.backward)
 
 
 def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> float:

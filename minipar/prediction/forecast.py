@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from minipar.costs.device import DeviceSpec
+from minipar.costs.device import THIS_MACHINE, DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
-from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.memory import with_memory
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.recorded import Tapes
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
@@ -59,12 +58,10 @@ class Forecast:
     cores: int | None = None
     rates: Callable[[Program], Calibration | None] = lambda program: None
 
-    def costs(self, program: Program) -> ProfiledCosts | EmulatedCosts:
+    def costs(self, program: Program) -> ProgramCosts:
         """What a program costs; on emulated devices, what it costs there."""
-        known = self.facts
-        costs = ProfiledCosts(program, known.profile, self.batch, calibration=self.rates(program), copies=known.copies)
-        emulates = self.device is not None and self.device.emulates
-        return EmulatedCosts(program, self.device, costs) if self.device is not None and emulates else costs
+        known, device = self.facts, self.device or THIS_MACHINE
+        return ProgramCosts(program, known.profile, self.batch, device, self.rates(program), known.copies)
 
     def of(self, program: Program) -> Trace:
         """The predicted trace of a program, with every allocation if those of its layers were recorded."""
@@ -74,9 +71,9 @@ class Forecast:
         if calibration is not None and calibration.ranks == len(program.ranks):
             sharing = calibration.concurrency
         note = "predicted from a profile of one layer at a time on one device"
-        if isinstance(costs, EmulatedCosts):
+        if costs.device.emulates:
             note = f"predicted for the emulated device {self.device}"
-            if costs.computes:
+            if costs.device.computes:
                 cores = sharing = None
         if cores is not None and cores < len(program.ranks):
             note += f"; {several(len(program.ranks), 'rank')} share {several(cores, 'core')}"
@@ -85,9 +82,9 @@ class Forecast:
         trace = replace(simulate(program, costs, cores=sharing), note=note, data=self.data(program))
         return trace if self.facts.tapes is None else with_memory(trace, self.facts.tapes, self.here(program))
 
-    def here(self, program: Program) -> ProfiledCosts:
+    def here(self, program: Program) -> ProgramCosts:
         """What a program's instructions cost where the layers were measured; its sizes and rows."""
-        return ProfiledCosts(program, self.facts.profile, self.batch)
+        return ProgramCosts(program, self.facts.profile, self.batch)
 
     def data(self, program: Program) -> list[int]:
         """Bytes of x and y of each rank: those with the first and the last layer have their rows of them."""

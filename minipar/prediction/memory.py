@@ -82,7 +82,7 @@ def with_memory(trace: Trace, tapes: Tapes, sizes: Sizes) -> Trace:
     """The same trace with `series`: what every rank allocates and frees, including temporary memory and messages.
 
     tapes   tapes of single layers (`minipar.execution.memory.tape.record`)
-    sizes   sizes of the program's values and rows of its micro-batches, such as `ProfiledCosts`
+    sizes   sizes of the program's values and rows of its micro-batches, such as `ProgramCosts`
     """
     program = trace.program
     data = trace.data or [0] * len(program.ranks)

@@ -24,9 +24,8 @@ from minipar.errors import PlanError
 from minipar.models import shapes
 from minipar.models.sizes import Sizes, Transformer
 from minipar.prediction import memory_formula
-from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plan_numbers import PRECISIONS, Precision
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Program
@@ -77,7 +76,7 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     element = PRECISIONS[plan.precision].activation
 
     def simulated(program: Program) -> Trace:
-        return simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
+        return simulate(program, ProgramCosts(program, measured, batch, spec))
 
     shape = shapes.shape(model, element_size=element)
     trace = simulated(plan.compile(shape, costs=measured, time_of=lambda program: simulated(program).time))

@@ -118,7 +118,7 @@ class Tapes:
 
 
 class Sizes(Protocol):
-    """What a prediction of memory must know about a program's values; `ProfiledCosts` has it."""
+    """What a prediction of memory must know about a program's values; `ProgramCosts` has it."""
 
     def rows(self, rank: int, microbatch: int) -> int: ...
     def size(self, rank: int, value: Value) -> int: ...

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 
 from minipar.costs.hardware import Hardware
 from minipar.models.sizes import Sizes
-from minipar.prediction.closed_form import Ends, StageTimes, stage_times
+from minipar.prediction.closed_form import Ends, stage_times
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.rank_memory import pipeline
 from minipar.prediction.simulator import simulate
@@ -34,7 +34,7 @@ def helps(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> bool:
         return True
     if actions(n) > ACTIONS:
         return False
-    seconds = [stage.times.both for stage in stage_times(n, model, machine)]
+    seconds = [stage.both for stage in stage_times(n, model, machine)]
     return max(seconds) * len(seconds) > (1 + UNEVEN) * sum(seconds)
 
 
@@ -49,7 +49,7 @@ def by_simulation(numbers: PlanNumbers) -> Ends:
     return partial(_ends, numbers)
 
 
-def _ends(numbers: PlanNumbers, stages: Sequence[StageTimes]) -> list[float]:
+def _ends(numbers: PlanNumbers, stages: Sequence[Times]) -> list[float]:
     n, plan, stages = numbers, replace(pipeline(numbers), microbatches=1), tuple(stages)
     p, count = n.pp, n.microbatches // n.rounds
     few = 2 * p + count % p
@@ -65,7 +65,7 @@ def _ends(numbers: PlanNumbers, stages: Sequence[StageTimes]) -> list[float]:
 
 
 @lru_cache(256)
-def _replica(plan: Plan, count: int, stages: tuple[StageTimes, ...]) -> list[float]:
+def _replica(plan: Plan, count: int, stages: tuple[Times, ...]) -> list[float]:
     """When the ranks of one replica end a step with so many micro-batches."""
     program = _program(plan, count)
     return [max(ends) for ends in simulate(program, ByStage(program, stages, plan.slice_count)).ends]
@@ -85,14 +85,14 @@ class ByStage:
     """
 
     program: Program
-    stages: tuple[StageTimes, ...]
+    stages: tuple[Times, ...]
     slices: int = 1
 
     def compute(self, rank: int, ins: Instruction) -> float:
-        return sum(_part(self.stages[layer].times, ins.op) for layer in ins.layers) / self.slices
+        return sum(_part(self.stages[layer], ins.op) for layer in ins.layers) / self.slices
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        return self.stages[self.program.source(ins.reads[0])].times.message / self.slices, 0.0
+        return self.stages[self.program.source(ins.reads[0])].message / self.slices, 0.0
 
     def collective(self, ins: Instruction) -> float:
         return sum(self.stages[stage].copies for stage in ins.layers)

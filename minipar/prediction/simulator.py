@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from minipar.costs.protocol import Costs, SharingCosts, even
@@ -231,8 +231,5 @@ def _as_decided(program: Program, costs: Costs) -> Program:
 
 def _fitted(costs: Any, program: Program) -> Any:
     """The same costs for the program as it happened."""
-    if not is_dataclass(costs) or not hasattr(costs, "program"):
-        return costs
-    parts = {f.name: getattr(costs, f.name) for f in fields(costs) if f.init}
-    inner = {name: _fitted(part, program) for name, part in parts.items() if hasattr(part, "program")}
-    return replace(costs, **(inner | {"program": program}))  # type: ignore[type-var]
+    fits = is_dataclass(costs) and hasattr(costs, "program")
+    return replace(costs, program=program) if fits else costs

@@ -40,7 +40,7 @@ from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import copied, count_bytes, dtype_name, layers_of
-from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.service import Times, key_of, timed
 from minipar.program import Op, Program, Value
 from minipar.program.server_rule import Kind, Mode, Row
@@ -188,7 +188,7 @@ def execute_served(
     return replace(execution, shares=shares), service
 
 
-def pacing_of(costs: EmulatedCosts) -> Pacing:
+def pacing_of(costs: ProgramCosts) -> Pacing:
     """The part of a program's costs that emulated servers need."""
     program = costs.program
     assert program.serving is not None

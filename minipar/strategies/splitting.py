@@ -25,7 +25,7 @@ from minipar.wording import several
 
 Split = tuple[int, ...]
 
-BANDWIDTH = 1.5e9  # bytes a second of every link, as `ProfiledCosts` assumes
+BANDWIDTH = 1.5e9  # bytes a second of every link, as `ProgramCosts` assumes
 BEAM = 4  # splits from which the search goes on
 WORK = 40_000  # most forwards and backwards of layers in all programs that are predicted, which take about 4 seconds
 

@@ -22,7 +22,7 @@ from minipar.data import loading
 from minipar.execution.execution import Job, profile_job
 from minipar.models.losses import Own
 from minipar.prediction.forecast import Forecast
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.strategies.plan import Plan
 

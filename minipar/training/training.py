@@ -43,10 +43,9 @@ from minipar.models.losses import Counting, Own, Weighted
 from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named, layers_of
 from minipar.prediction.advice import advising
-from minipar.prediction.emulated import as_emulated
 from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.oversubscription import available_cores
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import as_emulated, microbatch_rows
 from minipar.program import PRECISIONS, Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
@@ -612,7 +611,7 @@ def _serve(
     if ranks.emulates is not None and ranks.emulates.emulates:
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
-        pacing = pacing_of(costs) if costs.links else None
+        pacing = pacing_of(costs) if costs.device.links else None
     return execute_served(program, job, ranks, on_death=on_death, slow=slow, pacing=pacing, report=report, **options)
 
 

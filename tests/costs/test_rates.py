@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minipar import Plan, PlanError, simulate
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, LinearCost, fit
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.program import Op
 
 FOUND = Calibration(
@@ -130,7 +130,7 @@ def test_collectives_across_hosts_cost_what_was_measured_of_them():
 def test_messages_of_ranks_of_a_host_share_its_cable(filling, cores):
     """Two pipelines from host 0 to host 1, each with one message there and one back: 1000 bytes and 500."""
     program = Plan(dp=2, pp=2, microbatches=1).compile(layers=4)
-    costs = ProfiledCosts(program, PROFILE, 4, calibration=replace(APART, hosts=(0, 1, 0, 1), filling=filling))
+    costs = ProgramCosts(program, PROFILE, 4, calibration=replace(APART, hosts=(0, 1, 0, 1), filling=filling))
     trace = simulate(program, costs, cores=cores)
     sends = [
         (trace.starts[rank][k], trace.ends[rank][k])
@@ -144,7 +144,7 @@ def test_messages_of_ranks_of_a_host_share_its_cable(filling, cores):
 
 def test_a_collective_across_hosts_waits_for_the_cable():
     program = Plan(dp=2, pp=2, microbatches=1).compile(layers=4)  # (each stage is summed over a rank of each host)
-    costs = ProfiledCosts(program, PROFILE, 4, calibration=replace(APART, filling=1.0))
+    costs = ProgramCosts(program, PROFILE, 4, calibration=replace(APART, filling=1.0))
     trace = simulate(program, costs)
     spans = sorted(
         (trace.starts[rank][k], trace.ends[rank][k])
@@ -160,12 +160,12 @@ def test_a_collective_across_hosts_waits_for_the_cable():
 def test_a_message_costs_its_line_in_all():
     """One micro-batch through two ranks: the times of both, and nothing of the message is counted twice."""
     program = Plan(pp=2, microbatches=1).compile(layers=4)
-    costs = ProfiledCosts(program, PROFILE, 2, calibration=FOUND)
+    costs = ProgramCosts(program, PROFILE, 2, calibration=FOUND)
     line = FOUND.message(0, 1)
     expected = 4 * 3e-3 + line.at(1000) + line.at(500)
     steps = [ins for ins in program.ranks[0] if ins.op is Op.STEP]
     assert simulate(program, costs).time == pytest.approx(expected + costs.compute(0, steps[0]))
-    without = ProfiledCosts(program, PROFILE, 2)
+    without = ProgramCosts(program, PROFILE, 2)
     forward = program.ranks[0][0]
     assert costs.compute(0, forward) == pytest.approx(without.compute(0, forward) + FOUND.send.at(1000))
 
@@ -173,6 +173,6 @@ def test_a_message_costs_its_line_in_all():
 def test_sums_of_gradients_cost_what_was_measured():
     program = Plan(dp=4, bucket="flat").compile(layers=4)
     (ins,) = [ins for ins in program.ranks[0] if ins.op is Op.ALL_REDUCE]
-    assert ProfiledCosts(program, PROFILE, 8, calibration=FOUND).collective(ins) == pytest.approx(
+    assert ProgramCosts(program, PROFILE, 8, calibration=FOUND).collective(ins) == pytest.approx(
         len(ins.parts) * 3e-4 + 16000 * 2e-9
     )

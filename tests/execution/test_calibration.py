@@ -17,7 +17,7 @@ from minipar import Cluster, PlanError, calibrate, simulate, train
 from minipar.costs.rates import Copies
 from minipar.execution.measuring import calibration
 from minipar.execution.measuring.calibration import measure_copies
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.strategies.plan import Plan
 from tests.costs.test_rates import PROFILE
 from tests.toys import rows, toy
@@ -39,7 +39,7 @@ def test_rates_are_positive_and_finite(clusters):
     assert 0 < found.flops_of_each <= 100 * found.flops_of_one < math.inf
     assert 1 <= found.concurrency <= min(found.ranks, found.cores)
     program = Plan(pp=3, microbatches=1).compile(layers=4)
-    costs = ProfiledCosts(program, PROFILE, 2, calibration=found)
+    costs = ProgramCosts(program, PROFILE, 2, calibration=found)
     assert 4 * 3e-3 < simulate(program, costs).time < 10
 
 

@@ -19,8 +19,7 @@ from minipar.errors import PlanError
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Execution, Job, execute, profile_job
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.emulated import EmulatedCosts, as_emulated
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, as_emulated, microbatch_rows
 from minipar.program import COMPUTE, Op
 from minipar.trace import Trace, terminal
 
@@ -53,7 +52,7 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
     assert spec is not None
     rows = microbatch_rows(64, program.replicas, program.microbatches)
     (facts,) = cluster.run_on([0], profile_job, job(), rows, split=True)
-    predicted = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, 64)))
+    predicted = simulate(program, ProgramCosts(program, facts.profile, 64, spec))
     return execute(program, job(), cluster=cluster, passes=passes), predicted
 
 
@@ -149,7 +148,7 @@ def test_costs_by_a_function_of_the_program() -> None:
             return 0.0
 
     program = Plan.parse("pp=2 schedule=gpipe microbatches=1").compile(layers=2)
-    costs = EmulatedCosts(program, DeviceSpec(costs=Slow))
+    costs = ProgramCosts(program, device=DeviceSpec(costs=Slow))
     forward, backward, step = 1.0, 1.0, 1.0
     assert simulate(program, costs).time == pytest.approx(forward + 0.75 + 2 + 2 + 0.75 + backward + step)
 
@@ -157,7 +156,7 @@ def test_costs_by_a_function_of_the_program() -> None:
 def test_what_depends_on_the_model_needs_a_profile() -> None:
     program = Plan.parse("dp=2").compile(layers=2)
     with pytest.raises(PlanError, match="needs a profile"):
-        simulate(program, EmulatedCosts(program, DeviceSpec(bandwidth=1e9)))
+        simulate(program, ProgramCosts(program, device=DeviceSpec(bandwidth=1e9)))
 
 
 def test_split_auto_is_by_what_layers_take_on_the_device() -> None:

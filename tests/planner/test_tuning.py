@@ -13,8 +13,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
 from minipar.execution.execution import Job, profile_job
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.program import Group, Op
 from minipar.program.shape import Shape
 from minipar.strategies.buckets import sizes
@@ -89,7 +88,7 @@ def test_the_curve_is_predicted_and_measured(tmp_path):
         (facts,) = cluster.run_on([0], profile_job, job, (4,))
 
         def costs_of(program):
-            return EmulatedCosts(program, device, ProfiledCosts(program, facts.profile, 8))
+            return ProgramCosts(program, facts.profile, 8, device)
 
         curve = bucket_curve("dp=2", shape_of(list(deep())), costs_of, job=job, cluster=cluster, passes=3)
     assert curve.buckets == ("none", *(k * size / MiB for k in (1, 2, 3, 4)), "flat")

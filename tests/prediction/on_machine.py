@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minipar.costs import analytic
-from minipar.costs.hardware import Hardware, hardware
+from minipar.costs.hardware import PRESETS, Hardware, hardware
 from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes
@@ -27,9 +27,9 @@ from minipar.prediction.closed_form import (
 from minipar.prediction.estimating import estimate
 from minipar.prediction.on_paper import Layers, profile_of
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.simulator import simulate
-from minipar.program import COPIES, Group, Instruction, Program, Value
+from minipar.program import COPIES, Group, Instruction
 from minipar.program.comm_volume import hops, of_collective, of_message
 from minipar.program.shape import Shape
 from minipar.strategies.plan import Plan
@@ -43,41 +43,35 @@ def whole(plan: str, model: str, machine: str | Hardware, batch: int | None = No
     return simulated(found.numbers, found.model, hardware(machine))
 
 
+ONE = PlanNumbers()
+
+
 @dataclass(frozen=True)
-class MachineCosts:
+class MachineCosts(ProgramCosts):
     """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
 
-    own       times and sizes of layers
     experts   the first group of parameters that is of experts
     """
 
-    program: Program
-    numbers: PlanNumbers
-    machine: Hardware
-    own: ProfiledCosts
-    experts: int
-
-    def compute(self, rank: int, ins: Instruction) -> float:
-        return self.own.compute(rank, ins)
+    numbers: PlanNumbers = ONE
+    machine: Hardware = PRESETS["a100-80gb"]
+    experts: int = 0
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         if ins.op in COPIES:
-            return self.own.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
-        size = of_message(self.own.size, rank, ins)
+            return self.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
+        size = of_message(self.size, rank, ins)
         return line(self.numbers, self.machine).message(size / self.numbers.tp)
 
     def collective(self, ins: Instruction) -> float:
         messages = max(1, len(ins.parts))
-        size = of_collective(self.program, self.own.size, ins.group[0], ins)
+        size = of_collective(self.program, self.size, ins.group[0], ins)
         axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
         sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
         separate = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
         each = gather(self.machine, axes.all, size * (1 - separate) / messages)
         each += gather(self.machine, axes.experts, size * separate / messages)
         return hops(ins) * messages * each
-
-    def size(self, rank: int, value: Value) -> float:
-        return self.own.size(rank, value)
 
 
 def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
@@ -114,17 +108,15 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
     seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
     measured = profile_of(model, each, n.division, groups, {rows: layers}, seconds)
     program = plan.compile(shape, costs=measured)
-    own = ProfiledCosts(program, measured, batch)
-    return simulate(program, MachineCosts(program, n, machine, own, len(groups) - experts))
+    costs = MachineCosts(program, measured, batch, numbers=n, machine=machine, experts=len(groups) - experts)
+    return simulate(program, costs)
 
 
 def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> Layers:
     """The layers of a model on a machine."""
     selective = n.checkpoint == "selective"
     costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
-    hidden = [min(work.sent_back, work.inner) * machine.rates.beside * STACKS[n.software].fused for work in works]
-    backward = [
-        sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
-    ]
-    first = [whole - work.inner for whole, work in zip(backward, works, strict=True)]
-    return Layers(costs, [work.matrix + work.memory + work.sent for work in works], backward, first)
+    hidden = [min(work.back_sent, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in works]
+    backward = [work.backward - less + work.core * selective for work, less in zip(works, hidden, strict=True)]
+    first = [whole - work.weight for whole, work in zip(backward, works, strict=True)]
+    return Layers(costs, [work.forward for work in works], backward, first)

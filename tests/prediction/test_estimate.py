@@ -16,7 +16,7 @@ from minipar.cli import main
 from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama, sizes
-from minipar.prediction.closed_form import StageTimes, closed_form, replicas_of
+from minipar.prediction.closed_form import closed_form, replicas_of
 from minipar.prediction.estimating import estimate, way_out
 from minipar.prediction.fitting import smallest, ways_of_numbers
 from minipar.prediction.plan_numbers import PlanNumbers
@@ -121,7 +121,7 @@ def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
         numbers = PlanNumbers(pp=4, schedule=schedule, microbatches=count, chunks=chunks)
         form, times = find(schedule).form, Times(1.0, 1.5, 0.7)
         assert form is not None
-        each = [StageTimes(Times(*(x / chunks for x in times)))] * (4 * chunks)
+        each = [Times(*(x / chunks for x in times))] * (4 * chunks)
         assert max(by_simulation(numbers)(each)) == pytest.approx(form(times, 4, count, chunks))
 
 

@@ -15,7 +15,7 @@ from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.sizes import sizes
 from minipar.prediction.memory import with_memory
 from minipar.prediction.memory_formula import per_rank
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.prediction.rank_memory import KINDS
 from minipar.prediction.recorded import Workspace
 from minipar.prediction.simulator import simulate
@@ -44,7 +44,7 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
     (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan, plan.splits)
     program = plan.compile(facts.shape, costs=facts.profile)
-    costs = ProfiledCosts(program, facts.profile, batch)
+    costs = ProgramCosts(program, facts.profile, batch)
     measured = execute(program, job, cluster=cluster, passes=2, memory=True, keep_gradients=False).trace
     predicted = simulate(program, costs)
     shares = [Trace(program, predicted.starts, predicted.ends, costs.size, data=measured.data)]
@@ -197,7 +197,7 @@ def test_the_formula_is_near_the_tapes(clusters, name):
     (facts,) = clusters(1).run_on([0], profile_job, job, tuple(sorted(counts)), True, Plan(), False)
     for plan in map(Plan.parse, plans):
         program = plan.compile(facts.shape, costs=facts.profile)
-        costs = ProfiledCosts(program, facts.profile, 24)
+        costs = ProgramCosts(program, facts.profile, 24)
         tapes = with_memory(simulate(program, costs), facts.tapes, costs)
         for formula, series in zip(per_rank(plan, name, 24), tapes.series, strict=True):
             found = series.peak().by_kind
@@ -222,7 +222,7 @@ def test_the_formula_of_backwards_in_halves_is_near_the_tapes(clusters, name):
     assert list(kept) == pytest.approx(facts.profile.saved_weight_bytes[24], rel=1e-3)
     for plan in (Plan.parse(f"{words} microbatches=8") for words in plans):
         program = plan.compile(facts.shape, costs=facts.profile)
-        costs = ProfiledCosts(program, facts.profile, 192)
+        costs = ProgramCosts(program, facts.profile, 192)
         tapes = with_memory(simulate(program, costs), facts.tapes, costs)
         for formula, series in zip(per_rank(plan, name, 192), tapes.series, strict=True):
             found = series.peak().by_kind

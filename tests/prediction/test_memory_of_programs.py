@@ -14,7 +14,7 @@ from minipar.cluster import Cluster
 from minipar.execution.execution import Job, profile_job
 from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.memory_formula import per_rank
-from minipar.prediction.profiled import microbatch_rows
+from minipar.prediction.program_costs import microbatch_rows
 from minipar.strategies.plan import Plan
 
 MODEL, BATCH = "gpt-tiny", 32

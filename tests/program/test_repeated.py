@@ -14,9 +14,8 @@ from minipar import DeviceSpec, Plan, Program, ProgramError, pass_, simulate, ve
 from minipar.costs.unit import UnitCosts
 from minipar.models.shapes import shape
 from minipar.prediction import on_paper
-from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plain_simulator import start_and_end
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.program import COMPUTE, Instruction, Op, Value
 from minipar.program.repeated import Repeated, _inside
 
@@ -226,8 +225,8 @@ def test_replicas_with_other_numbers_of_rows_are_simulated_one_by_one(batch: int
     plan = Plan.parse("dp=2 pp=2 microbatches=3 zero=1")
     measured = on_paper.profile("gpt-tiny", microbatch_rows(batch, 2, 3))
     program = plan.compile(shape("gpt-tiny"), check=False)
-    own = ProfiledCosts(program, measured, batch)
-    for costs in (own, EmulatedCosts(program, DeviceSpec.parse("flops=1GFLOP/s bandwidth=20MB/s"), own)):
+    for device in (DeviceSpec(), DeviceSpec.parse("flops=1GFLOP/s bandwidth=20MB/s")):
+        costs = ProgramCosts(program, measured, batch, device)
         found, plain = simulate(program, costs), simulate(rank_by_rank(program), costs)
         assert (list(found.starts), list(found.ends)) == (list(plain.starts), list(plain.ends))
         assert (found.peak_memory(), found.bytes_sent()) == (plain.peak_memory(), plain.bytes_sent())

@@ -19,7 +19,7 @@ from minipar.cluster import worker
 from minipar.errors import Deadlock, PlanError, RankDied
 from minipar.execution.emulation import Pace
 from minipar.execution.execution import Job
-from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.program import Op
 from minipar.trace.recorded_order import served_order
 from minipar.training.plainly import train_reference as replay
@@ -303,7 +303,7 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
     assert found.max_error() <= 1e-5
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
     # The servers decide as they run; so the program that it turned out to be is compared with its own time, too.
-    expected = simulate(found.program, EmulatedCosts(found.program, LINKS))
+    expected = simulate(found.program, ProgramCosts(found.program, device=LINKS))
     assert found.trace.time == pytest.approx(expected.time, rel=0.05)
     if mode == "sync":  # in the other modes servers decide as they run, and may do better than was predicted
         assert expected.time == pytest.approx(found.predicted.time)

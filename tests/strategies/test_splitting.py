@@ -13,8 +13,7 @@ from minipar.costs import analytic
 from minipar.costs.measured import Profile
 from minipar.costs.partition import partition
 from minipar.costs.recomputation import LayerCosts
-from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.program import Group
 from minipar.program.shape import Shape, uniform
 from minipar.strategies.splitting import fastest
@@ -77,8 +76,8 @@ def timed(plan, costs, device=None):
     """What gives the simulated seconds of a program."""
 
     def time_of(program):
-        own = ProfiledCosts(program, costs, ROWS * plan.dp * plan.total_microbatches)
-        return simulate(program, EmulatedCosts(program, device, own) if device else own).time
+        rows = ROWS * plan.dp * plan.total_microbatches
+        return simulate(program, ProgramCosts(program, costs, rows, device or DeviceSpec())).time
 
     return time_of
 

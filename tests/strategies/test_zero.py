@@ -7,7 +7,7 @@ import pytest
 from minipar import Plan, PlanError, simulate, verify
 from minipar.costs.measured import Profile
 from minipar.errors import ProgramError
-from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.program import Op, buffer, grad, grad_shard, norm, optimizer_shard, optimizer_state, param, param_shard
 from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, shape
@@ -63,7 +63,7 @@ def test_sums_run_beside_the_backward_and_gathers_beside_the_update():
     """A sum of one layer takes half of its backward, and a gather as long. Left are the last sum and all gathers."""
     each, step = 1.0, 1.0
 
-    class Costs(ProfiledCosts):
+    class Costs(ProgramCosts):
         def collective(self, ins):
             return (2 if ins.op is Op.ALL_REDUCE else 1) * each * len(ins.layers)
 
@@ -164,7 +164,7 @@ LAYERS, SIZE = 8, 4800
 def predicted(words: str):
     plan = Plan.parse(words)
     program = compiled(words, shape(LAYERS, size=SIZE // 2))
-    return simulate(program, ProfiledCosts(program, profile_of(SIZE, LAYERS), plan.dp * plan.total_microbatches))
+    return simulate(program, ProgramCosts(program, profile_of(SIZE, LAYERS), plan.dp * plan.total_microbatches))
 
 
 @pytest.mark.parametrize("n", [2, 4])

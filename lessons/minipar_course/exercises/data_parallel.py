@@ -10,9 +10,9 @@ from typing import Any
 from minipar import models
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
-from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.on_paper import Estimate
+from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
 from minipar.program.shape import Shape, uniform
@@ -30,7 +30,7 @@ def _step_time(ranks: int, compute: float, nbytes: int, alpha: float, beta: floa
     part = {"forward": compute / 3 / ranks, "backward": 2 * compute / 3 / ranks}
     spec = DeviceSpec(costs=part, bandwidth=1 / beta, latency=alpha)
     program = Plan(dp=int(ranks), bucket="flat", overlap="none").compile(uniform(1, int(nbytes)))
-    return simulate(program, EmulatedCosts(program, spec)).time
+    return simulate(program, ProgramCosts(program, device=spec)).time
 
 
 STEP_TIME = Formula(
@@ -217,8 +217,8 @@ def with_launches(plan: Plan | str, model: str, device: DeviceSpec | str, batch:
     forward = LAUNCH + batch / plan.dp / plan.total_microbatches * ROW
     spec = replace(DeviceSpec.parse(device), costs={"forward": forward, "backward": 2 * forward})
 
-    def costs_of(program: Program) -> EmulatedCosts:
-        return EmulatedCosts(program, spec)
+    def costs_of(program: Program) -> ProgramCosts:
+        return ProgramCosts(program, device=spec)
 
     program = plan.compile(models.shape(model), steps=plan.block(STEPS), costs_of=costs_of)
     return Estimate(plan, simulate(program, costs_of(program)), per_rank(plan, model, batch))

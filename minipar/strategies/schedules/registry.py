@@ -48,12 +48,14 @@ class Asynchronous:
 
 
 class Times(NamedTuple):
-    """Seconds of one micro-batch on one rank's whole share of the layers, and of a message to the next rank."""
+    """Seconds of one micro-batch on one rank's whole share of the layers, or on a stage; of its message to the next
+    one; and of a step's sum of gradients over the stage's copies."""
 
     forward: float
     input_gradient: float
     weight_gradient: float
     message: float = 0.0
+    copies: float = 0.0
 
     @property
     def both(self) -> float:

@@ -37,7 +37,7 @@ PAPER = "Qi et al. 2024 (Zero Bubble)"
 
 def h1(times: Times, p: int, m: int, v: int) -> float:
     """Seconds of a step of ZB-H1: weight halves fill gaps. A message delays it four times a rank."""
-    f, i, w, message = times
+    f, i, w, message, _ = times
     filled = (min(p, m) - 1) * min(f, i, w)
     return m * times.both + (p - 1) * (f + i) - filled + 4 * (p - 1) * message
 
