@@ -13,12 +13,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minipar.cluster import launched
-from minipar.costs.device import DeviceSpec
+from minipar.costs.device import DeviceSpec, holding, known_hardware
 from minipar.costs.quantities import quantity
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.models.table import PRESETS, Branchy
@@ -537,7 +538,9 @@ def _show_run(result: dict[str, Any]) -> str:
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.models import shapes
-    from minipar.prediction import memory_formula
+    from minipar.prediction.memory_formula import model_of, per_rank
+    from minipar.prediction.plan_words import default_precision
+    from minipar.prediction.rank_memory import KINDS
 
     words, batch = without_micro_batch_size(options.plan, options.batch)
     plan = Plan.parse(words)
@@ -547,7 +550,7 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
                 f"plan {words}: has {number} {key}, too many to list them; possible is a plan with at most "
                 f"{MOST_LISTED}, or `minipar estimate`"
             )
-    known, preset, own = None, PRESETS.get(options.model), ":" in options.model
+    preset, own = PRESETS.get(options.model), ":" in options.model
     profiled = plan.slice_count > 1 or plan.place is not None or isinstance(preset, Branchy)
     if own or (preset is not None and profiled):
         from minipar.training.program_memory import first_batch, of_ranks  # (it needs torch)
@@ -555,14 +558,61 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
         if not own:
             plan.compile(shapes.shape(options.model), check=False)  # (it refuses what cannot be before a rank starts)
         with first_batch(*_to_train(options.model, 0), batch or plan.dp * plan.total_microbatches) as job:
-            known, batch = of_ranks(plan, job), job.batch
-    return memory_formula.report(words, options.model, batch, known)
+            ranks, batch = of_ranks(plan, job), job.batch
+    else:
+        if "precision=" not in words:
+            plan = replace(plan, precision=default_precision(model_of(options.model)))
+        ranks = per_rank(plan, options.model, batch)
+    each = [
+        {**{kind: getattr(rank, kind) for kind in KINDS}, "total": rank.total, "activations_held": rank.held,
+         "host": rank.host}
+        for rank in ranks
+    ]  # fmt: skip
+    return {
+        "plan": words,
+        "model": options.model,
+        "precision": plan.precision,
+        "batch": plan.dp * plan.total_microbatches if batch is None else batch,
+        "per_rank": each,
+        "fits": list(holding(max(rank.total for rank in ranks))),
+    }
 
 
 def _show_memory(result: dict[str, Any]) -> str:
-    from minipar.prediction import memory_formula
+    """The table as text. Ranks with the same numbers share a line."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, rank in enumerate(result["per_rank"]):
+        alike.setdefault(tuple(rank.values()), []).append(number)
+    entries = [result["per_rank"][ranks[0]] for ranks in alike.values()]
+    hidden = {"activations_held", *([] if any(entry["host"] for entry in entries) else ["host"])}
+    kinds = [kind for kind in entries[0] if kind not in hidden]
+    scale, unit = (2**30, "GiB") if max(entry["total"] for entry in entries) >= 10 * 2**30 else (2**20, "MiB")
+    rows = [["ranks", *kinds]]
+    for entry, ranks in zip(entries, alike.values(), strict=True):
+        rows.append([_listed(ranks), *(f"{entry[kind] / scale:.2f}" for kind in kinds)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    what = f"{result['model']}, {result['plan'] or 'one device'}, {several(result['batch'], 'row')} a step"
+    lines = [f"{what}, {result['precision']}: {unit} on each rank"]
+    for first, *row in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row, widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    fits = result["fits"]
+    others = [
+        f"{name} ({spec.memory / scale:.3g} {unit})"
+        for name, spec in known_hardware().items()
+        if name not in fits and spec.memory is not None
+    ]
+    lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")
+    return "\n".join([*lines, *([f"too large for: {', '.join(others)}"] if others else [])])
 
-    return memory_formula.show_report(result)
+
+def _listed(ranks: list[int]) -> str:
+    """Rank numbers as short text: a range, or the first ones and how many there are."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
 
 
 # estimate -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Numbers with units, as users write them: "20ms", "64MiB", "1GB/s", "312TFLOP/s"."""
+"""Numbers with units, as users write and read them: "20ms", "64MiB", "1GB/s", "312TFLOP/s"."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 from minipar.errors import PlanError
 
+_SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _UNITS = {
     "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
     "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -29,3 +30,11 @@ def quantity(key: str, given: object, zero: bool = False) -> float:
     if number is None or not (0 <= number < float("inf")) or (number == 0 and not zero):
         raise PlanError(f"{key}={given!r}: must be a positive number, such as 1e9, '64MiB', '1GB/s' or '20ms'")
     return number
+
+
+def size(count: float) -> str:
+    """Bytes as text: `564.54 MiB`."""
+    for unit, whole in _SIZES:
+        if abs(count) >= whole:
+            return f"{count / whole:,.2f} {unit}"
+    return f"{count:,.0f} B"

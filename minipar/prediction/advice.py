@@ -42,11 +42,11 @@ def ways_that_fit(
     """
     from minipar.prediction import fitting  # (formulas that a run which fits does not need)
 
-    families = [[(f'"{built}"', (built, batch)) for built in family] for family in fitting.nearby(plan, batch)]
+    families = [[(f'"{built}"', (built, batch)) for _, built in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
     for family in fitting.wider(plan, batch):
-        families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for built in family])
+        families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for _, built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
     rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}
     known = measure(tuple(sorted(rows)))

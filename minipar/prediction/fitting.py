@@ -12,7 +12,7 @@ layers, after a run that did not fit (advice.py). No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -57,70 +57,74 @@ def ways_that_fit(
 
 
 Change = dict[str, Any]  # of a plan's keys
+Families = list[list[Change]]
 
 
-def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> list[list[Change]]:
+def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> Families:
     """Families of changes for the same number of ranks. In each family the smaller changes come first."""
     more = "microbatches" if pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
     count = microbatches if pp == 1 else accumulate
-    families: list[list[Change]] = [[{more: count * k} for k in (2, 4, 8, 16)]]
+    families: Families = [[{more: count * k} for k in (2, 4, 8, 16)]]
     families.append([{"checkpoint": value} for value in ("sqrt", 1)])
     if dp > 1:
         families.append([{"zero": stage} for stage in (1, 2, 3)])
         families.append([{"dp": dp // k, "pp": pp * k} for k in (2, 4) if dp % k == 0])
-    families.append([{"checkpoint": "sqrt", more: count * k} for k in (2, 4, 8, 16)])
+    families.append([{more: count * k, "checkpoint": "sqrt"} for k in (2, 4, 8, 16)])
     if dp > 1:
-        families.append([{"zero": 3, "checkpoint": "sqrt", more: count * k} for k in (1, 2, 4, 8)])
+        families.append([{more: count * k, "checkpoint": "sqrt", "zero": 3} for k in (1, 2, 4, 8)])
     return families
 
 
-def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
-    """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
-    families = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
-    return [[built for change in family if (built := _changed(plan, change, batch)) is not None] for family in families]
+def to_the_host(offload: Iterable[str]) -> Families:
+    """Changes by which one more kind of value waits on the host."""
+    return [[{"offload": tuple(dict.fromkeys((*offload, what)))}] for what in ("optimizer", "activations")]
 
 
-def wider(plan: Plan, batch: int) -> list[list[Plan]]:
-    """Families of changed plans for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
-    families: list[list[Change]] = [[{"pp": plan.pp * k} for k in (2, 4)]]
-    families.append([{"dp": plan.dp * k, "zero": 3} for k in (2, 4)])
-    return [[built for change in family if (built := _changed(plan, change, batch)) is not None] for family in families]
+def described(change: Change) -> str:
+    """A change in a plan's words."""
+    return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
 
 
-def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
-    try:
-        built = replace(plan, **change)
-    except PlanError:
-        return None
-    return built if built != plan and built.dp * built.total_microbatches <= batch else None
-
-
-def difference(plan: Plan, built: Plan) -> str:
-    """The keys in which a plan differs, in a plan's words."""
-    changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(built, f.name)]
-    values = [(name, getattr(built, name)) for name in changed]
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
+def nearby(plan: Plan, batch: int, more: Families | None = None) -> list[list[tuple[str, Plan]]]:
+    """Families of changed plans for the same number of ranks, and of `more` changes, each with the words of what is
+    changed. In each family the smaller changes come first."""
+    known = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
+    return _built(plan, batch, [*known, *(more or [])])
 
 
 def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
-    """All families for a plan that is judged by the formula, with the words in which they differ: `nearby`, what may
-    wait on the host, and shorter numbers."""
-    families = nearby(plan, batch)
-    for what in ("optimizer", "activations"):
-        built = _changed(plan, {"offload": tuple({*plan.offload, what})}, batch)
-        families.append([built] if built is not None else [])
-    if plan.precision == "float32":
-        built = _changed(plan, {"precision": "bf16"}, batch)
-        families.append([built] if built is not None else [])
-    return [[(difference(plan, built), built) for built in family] for family in families]
+    """All families for a plan that the formula judges: `nearby`, what may wait on the host, and shorter numbers."""
+    shorter: Families = [[{"precision": "bf16"}]] if plan.precision == "float32" else []
+    return nearby(plan, batch, [*to_the_host(plan.offload), *shorter])
+
+
+def wider(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
+    """Families of changed plans for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
+    longer: Families = [[{"pp": plan.pp * k} for k in (2, 4)], [{"dp": plan.dp * k, "zero": 3} for k in (2, 4)]]
+    return _built(plan, batch, longer)
+
+
+def _built(plan: Plan, batch: int, families: Families) -> list[list[tuple[str, Plan]]]:
+    """The changed plans that can be, and have rows for all their micro-batches."""
+    found: list[list[tuple[str, Plan]]] = []
+    for family in families:
+        found.append([])
+        for change in family:
+            new = {key: value for key, value in change.items() if getattr(plan, key) != value}
+            try:
+                built = replace(plan, **new)
+            except PlanError:
+                continue
+            if new and built.dp * built.total_microbatches <= batch:
+                found[-1].append((described(new), built))
+    return found
 
 
 def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[str, int]]:
     """Ways to fit on as many devices of a machine, with the same rows in a step."""
     n, batch = numbers, round(numbers.batch)
     table = {key: value for key, value in table_of(words(n)).items() if key != ROWS}
-    families = changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds)
-    families += [[{"offload": tuple({*n.offload, what})}] for what in ("optimizer", "activations")]
+    families = [*changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds), *to_the_host(n.offload)]
 
     def peak(change: Change) -> int:
         built = numbers_of({**table, **change}, model, machine, batch, n.stack)
@@ -128,12 +132,10 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
         check(built, model, machine)
         return fullest(built, model).total
 
-    def described(change: Change) -> str:
-        return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
+    def named(change: Change) -> tuple[str, Change]:
+        return described({key: value for key, value in change.items() if table.get(key) != value}), change
 
-    return ways_that_fit(
-        [[(described(change), change) for change in family] for family in families], peak, machine.memory
-    )
+    return ways_that_fit([list(map(named, family)) for family in families], peak, machine.memory)
 
 
 def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbers | None:

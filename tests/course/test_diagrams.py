@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from minipar.errors import PlanError
-from minipar.prediction.memory_formula import states
+from minipar.prediction.rank_memory import states
 from minipar.program import collectives
 from minipar.program.mesh import Mesh
 from minipar_course import diagrams

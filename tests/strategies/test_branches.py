@@ -175,7 +175,7 @@ def test_a_chain_has_no_branches_to_place() -> None:
     with pytest.raises(PlanError, match="place=branches: the model has none side by side"):
         Plan(pp=2, place="branches").compile(layers=4)
     with pytest.raises(MiniparError, match="memory: no formula for branchy, whose layers branch"):
-        memory_formula.report("pp=2", "branchy", None)
+        memory_formula.per_rank(Plan.parse("pp=2"), "branchy")
 
 
 def test_branchy_is_placed_branch_by_branch() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from minipar.costs.quantities import size
 from minipar.costs.recomputation import keep_everything, memory, time
 from minipar.errors import MiniparError, PlanError
-from minipar.prediction.memory_formula import size
 from minipar.program import Op
 from minipar.strategies import segments
 from minipar.trace.figure import LOOKS

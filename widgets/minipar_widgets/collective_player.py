@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from minipar.costs.quantities import size
 from minipar.errors import MiniparError
-from minipar.prediction.memory_formula import size
 from minipar.program import Op, collectives
 from minipar.wording import several
 from minipar_widgets.arguments import one_of, whole

@@ -11,10 +11,11 @@ from typing import Any
 from minipar import strategies
 from minipar.costs.analytic import Division
 from minipar.costs.device import hardware, known_hardware
+from minipar.costs.quantities import size
 from minipar.errors import MiniparError, PlanError
 from minipar.models.sizes import Transformer, names, sizes
 from minipar.models.table import PRESETS
-from minipar.prediction.memory_formula import KINDS, size
+from minipar.prediction.rank_memory import KINDS
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart, verdict

@@ -9,14 +9,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from minipar.costs.analytic import WHOLE, Division
+from minipar.costs.quantities import size
 from minipar.errors import PlanError
 from minipar.models.table import PRESETS
 from minipar.prediction import memory_formula
-from minipar.prediction.memory_formula import KINDS, Detail, Term, size
+from minipar.prediction.rank_memory import KINDS, Detail
 from minipar.strategies.plan import Plan
 from minipar.trace.figure import MEMORY
 from minipar.wording import several
-from minipar_widgets import chart
+from minipar_widgets import chart, memory_terms
+from minipar_widgets.memory_terms import Term
 
 MOST_RANKS = 4  # in a run that an explorer starts
 
@@ -76,12 +78,12 @@ class Memory:
         return sorted(alike.values(), key=lambda ranks: self.worst not in ranks)
 
     def terms(self, rank: int) -> list[Term]:
-        return memory_formula.terms(self.choice.plan, self.details[rank])
+        return memory_terms.terms(self.choice.plan, self.details[rank])
 
     @cached_property
     def verdict(self) -> str:
         one = self.choice
-        return memory_formula.verdict(
+        return memory_terms.verdict(
             one.plan, one.model, one.batch, one.capacity, one.division, one.device, **one.numbers
         )
 

@@ -20,7 +20,7 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Sizes
 from minipar.planner.exhaustive import Found
 from minipar.planner.reasons import advice
-from minipar.prediction.memory_formula import KINDS
+from minipar.prediction.rank_memory import KINDS
 from minipar_widgets.arguments import one_of
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.host import traitlets

@@ -24,7 +24,7 @@ from minipar.planner.exhaustive import Alternative, Found, alternatives, solve
 from minipar.planner.planned import Planned, difference
 from minipar.planner.space import INNER, OUTER, Space, space
 from minipar.planner.way_out import smallest
-from minipar.prediction.memory_formula import KINDS
+from minipar.prediction.rank_memory import KINDS
 
 PLANS = 8  # that are shown
 BUDGETS = 6  # of memory, on the front

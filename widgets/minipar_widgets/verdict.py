@@ -9,7 +9,7 @@ import re
 from dataclasses import fields
 from html import escape
 
-from minipar.prediction.memory_formula import size
+from minipar.costs.quantities import size
 from minipar.strategies.plan import Plan
 from minipar_widgets.memory_model import Memory
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minipar.costs.device import DeviceSpec
-from minipar.prediction.memory_formula import PRECISIONS, states
+from minipar.prediction.plan_numbers import PRECISIONS
+from minipar.prediction.rank_memory import states
 from minipar_course.exercises.kinds.choice import MIB, Choice
 from minipar_course.exercises.kinds.formula import Formula
 from minipar_course.exercises.kinds.verdict import Verdict, raised

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import MiniparError
-from minipar.prediction.memory_formula import states
+from minipar.prediction.rank_memory import states
 from minipar.wording import several
 from minipar_course.exercises.kinds.function import Function
 from minipar_course.exercises.kinds.order import GATHER, SCATTER, B, Case, Device, F, MiB, Order, ms, program_of

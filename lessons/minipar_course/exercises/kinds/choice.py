@@ -9,7 +9,7 @@ from typing import Any
 from minipar.costs.device import DeviceSpec
 from minipar.errors import MiniparError
 from minipar.prediction import on_paper
-from minipar.prediction.memory_formula import RankMemory
+from minipar.prediction.rank_memory import RankMemory
 from minipar.program import Op
 from minipar.strategies.plan import Plan
 from minipar_course.exercises.kinds.verdict import Verdict, raised
