@@ -36,6 +36,7 @@ Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Any
 
@@ -108,6 +109,7 @@ WHOLE = Division()
 # parameters ----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group, ...], int]:
     """Parameter groups of one rank's part, with sizes in numbers, and how many of them (the last ones) are experts
     that other ranks do not have."""
@@ -200,6 +202,12 @@ def layer_costs(
         model = replace(model, **overrides)
     if fused is not None and isinstance(model, Transformer):
         model = replace(model, flash=fused)
+    return costs_of(model, rows, element, division, selective)
+
+
+@lru_cache(256)
+def costs_of(model: Sizes, rows: float, element: int, division: Division, selective: bool = False) -> LayerCosts:
+    """As `layer_costs`, of a model by its numbers as they are."""
     if isinstance(model, Chain):
         return _chain(model, rows, element)
     return _transformer(division.of(model), rows, element, selective, division)
@@ -277,6 +285,7 @@ def workspace(model: Sizes, rows: float, element: int, division: Division = WHOL
     return ceil(element * tokens * (inner + m.hidden)), ceil(tokens * m.vocabulary / division.tp)
 
 
+@lru_cache(256)
 def weight_costs(
     model: Sizes, rows: float, element: int, division: Division = WHOLE
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

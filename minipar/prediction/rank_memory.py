@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
@@ -265,7 +265,7 @@ def _groups_of(
 
     A group that is tied between stages stays whole: its slices would belong to ranks with different work.
     """
-    groups, experts = _groups(model, division)
+    groups, experts = analytic.groups(model, division)
     held = {layer for chunk in chunks for layer in range(chunk.start, chunk.stop)}
     mine = [g for g, group in enumerate(groups) if not held.isdisjoint(group.layers)]
     shares = {
@@ -274,11 +274,6 @@ def _groups_of(
         for g in mine
     }  # fmt: skip
     return groups, mine, shares
-
-
-@lru_cache(64)
-def _groups(model: Sizes, division: Division) -> tuple[tuple[Group, ...], int]:
-    return analytic.groups(model, division)
 
 
 @lru_cache(4096)
@@ -368,9 +363,7 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
     n = numbers
     given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, _logits(n, model)
     budget = segments.budget_of(n.checkpoint) is not None
-    flights: Sequence[tuple[int, int]] = ()
-    if budget or n.checkpoint == "sqrt":
-        flights = in_flight_of_chunks(n, rank)
+    flights = in_flight(pipeline(n), rank) if budget or n.checkpoint == "sqrt" else ()
     known: dict[Any, Part] = {}
     found = []
     for c, chunk in enumerate(kind.chunks):
@@ -397,18 +390,6 @@ def _plain(chunk: Chunk, numbers: PlanNumbers, model: Sizes) -> Chunk:
     return chunk._replace(start=2, stop=2 + chunk.stop - chunk.start)
 
 
-@lru_cache(256)
-def _costs(model: Sizes, rows: float, element: int, division: Division, selective: bool) -> LayerCosts:
-    return analytic.layer_costs(model, rows, element, selective=selective, division=division)
-
-
-@lru_cache(256)
-def _weight_costs(
-    model: Sizes, rows: float, element: int, division: Division
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return analytic.weight_costs(model, rows, element, division)
-
-
 @lru_cache(8192)
 def _part(
     model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, logits: float, chunk: Chunk,
@@ -420,7 +401,7 @@ def _part(
             f"checkpoint=selective: {model.name or 'the model'} has no attention; possible are the others of "
             f"{segments.POSSIBLE}"
         )
-    costs = _costs(model, rows, element, division, selective)
+    costs = analytic.costs_of(model, rows, element, division, selective)
     layers = range(chunk.start, chunk.stop)
     chain = costs.chain(layers.start, layers.stop)
     if moves is None:
@@ -430,7 +411,7 @@ def _part(
     returned = costs.gradient[layers.stop - 1] if chunk.after else 0
     core = 0  # the attention core that runs again
     if selective:
-        everything = _costs(model, rows, element, division, False).saved
+        everything = analytic.costs_of(model, rows, element, division).saved
         core = max(everything[l] - costs.saved[l] for l in layers)
     largest = max(costs.saved[l] + costs.output[l] for l in layers)
     again = tuple(layers.start + move.layer for move in moves if move.op is Op.RECOMPUTE)
@@ -439,7 +420,7 @@ def _part(
     if chunk.stop == own_layers(model):  # (the loss may keep less than the layers' costs say, or make more)
         spare = round(count * (logits - element - FLOAT))
         held, more = held + min(0, spare), max(more, spare)
-    built, kept = (sizes[layers.start : layers.stop] for sizes in _weight_costs(model, rows, element, division))
+    built, kept = (sizes[layers.start : layers.stop] for sizes in analytic.weight_costs(model, rows, element, division))
     halved = _input_halves(moves or keep_everything(len(layers)), chain, built, kept) + core + received
     return Part(held + received, more, sum(kept), halved, received, returned, largest, again)
 
@@ -485,8 +466,8 @@ def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, fli
 def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
     """For each stage, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
     n, plan = numbers, pipeline(numbers)
-    costs = _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False)
-    shape = Shape(own_layers(model), _groups(model, n.division)[0], model.name)
+    costs = analytic.costs_of(model, n.rows / n.ep, n.bytes.activation, n.division)
+    shape = Shape(own_layers(model), analytic.groups(model, n.division)[0], model.name)
     layout = Layout(shape, 1, n.pp, split_of(n, model), plan.microbatches, plan.placement())
     assert isinstance(n.checkpoint, str)
     actions = [plan.actions(rank) for rank in range(n.pp)]
@@ -497,11 +478,10 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
     """Where the activations of a rank come from."""
     n = numbers
     kinds = list(dict.fromkeys((part.held, part.more, part.later, part.halved) for part in parts))
-    moments = moments_of(n, rank, tuple(kinds.index(part[:4]) for part in parts))
     each = tuple(kind[0] for kind in kinds) + tuple(kind[2] for kind in kinds)
     needs = tuple(kind[1] for kind in kinds) + tuple(kind[3] for kind in kinds)
     most, top, then = 0, 0, (0,) * len(each)
-    for counts, backward in moments:
+    for counts, backward in moments(pipeline(n), rank, tuple(kinds.index(part[:4]) for part in parts)):
         now = sum(map(mul, counts, each))
         if now > most:
             most, then = now, counts
@@ -509,11 +489,11 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
     ahead = AHEAD // copies_of(n)
     messages = 0
     if n.pp > 1:
-        for part, (in_flight, _) in zip(parts, in_flight_of_chunks(n, rank), strict=True):
-            messages += min(ahead, max(0, n.microbatches - in_flight)) * part.received
+        for part, (flying, _) in zip(parts, in_flight(pipeline(n), rank), strict=True):
+            messages += min(ahead, max(0, n.microbatches - flying)) * part.received
             messages += min(ahead, n.microbatches - 1) * part.returned
     if n.ep > 1 and isinstance(model, Transformer):  # rows that go to experts of other ranks, and come back
-        messages += 2 * model.top * _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False).output[0]
+        messages += 2 * model.top * analytic.costs_of(model, n.rows / n.ep, n.bytes.activation, n.division).output[0]
     largest = max(part.largest for part in parts)
     return ActivationSources(most, top - most, messages, largest, each, then)
 
@@ -524,19 +504,6 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
 # Of k kinds of chunks: micro-batches of each that wait for their backward, and then those that wait for its weight
 # half; the kind of chunk that goes backward, and k more than that if this is an input half; -1: none.
 Moment = tuple[tuple[int, ...], int]
-
-
-def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
-    """The most that a rank's micro-batches keep at the same time, if one micro-batch keeps `sizes[c]` in chunk c.
-
-    With a split backward it is kept until the weight half is done. A backward takes `more[c]` in addition while it
-    runs.
-    """
-    found, both = 0.0, (*sizes, *sizes)
-    for counts, chunk in _walk(actions, range(len(sizes))):
-        now = sum(map(mul, counts, both))
-        found = max(found, now + (more[chunk % len(sizes)] if more and chunk >= 0 else 0))
-    return found
 
 
 def _walk(actions: Iterable[Action], kinds: Sequence[int]) -> Iterable[Moment]:
@@ -585,26 +552,16 @@ def _pipeline(pp: int, schedule: str, microbatches: int, options: tuple[tuple[st
     if few + 2 * pp >= microbatches or whole.asynchronous or "doubling" in dict(options):
         return whole
     less, more = (replace(whole, microbatches=count) for count in (few, few + 2 * pp))
-    same = all(_counted_chunks(less, rank) == _counted_chunks(more, rank) for rank in (0, pp // 2, pp - 1))
+    same = all(in_flight(less, rank) == in_flight(more, rank) for rank in (0, pp // 2, pp - 1))
     return less if same else whole
 
 
-def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
+@lru_cache(8192)
+def moments(plan: Plan, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
     """The moments in which a rank may need most.
 
     kinds   for each chunk the number of its kind: chunks of a kind keep as much
     """
-    return _counted(pipeline(numbers), rank, kinds)
-
-
-def in_flight_of_chunks(numbers: PlanNumbers, rank: int) -> Sequence[tuple[int, int]]:
-    """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
-    its input half is done."""
-    return _counted_chunks(pipeline(numbers), rank)
-
-
-@lru_cache(8192)
-def _counted(plan: Plan, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
     found = sorted(set(_walk(_actions(plan, rank), kinds)), reverse=True)
     kept: list[Moment] = []
     for counts, backward in found:  # (a moment in which no kind has more than in another one says nothing)
@@ -616,12 +573,14 @@ def _counted(plan: Plan, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...
 
 
 @lru_cache(8192)
-def _counted_chunks(plan: Plan, rank: int) -> tuple[tuple[int, int], ...]:
-    actions = _actions(plan, rank)
-    found = []
+def in_flight(plan: Plan, rank: int) -> tuple[tuple[int, int], ...]:
+    """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
+    its input half is done."""
+    actions, found = _actions(plan, rank), []
     for c in range(len(plan.placement()[rank])):
         mine = [action for action in actions if action.chunk == c]
-        found.append((int(in_flight(mine, [1] * (c + 1))), segments.in_flight(mine)))
+        change = (isinstance(one, Forward) - (not isinstance(one, (Forward, BackwardInput))) for one in mine)
+        found.append((max(accumulate(change), default=0), segments.in_flight(mine)))
     return tuple(found)
 
 

@@ -25,7 +25,8 @@ from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers, Precision
 from minipar.prediction.published import Published, halves, rows
-from minipar.prediction.rank_memory import in_flight, pipeline, states
+from minipar.prediction.rank_memory import pipeline, states
+from minipar.strategies import segments
 
 A100 = PRESETS["a100-80gb"]
 MEGATRON = Precision(2, 4, 12, 2)  # its gradients are in float32: 18 bytes a parameter
@@ -185,7 +186,7 @@ def _first_rank(row: Korthikanti, checkpoint: int | str, sequence: bool) -> floa
     blocks = _transformer(row.model).layers // row.pp
     costs = layer_costs(row.model, row.rows, 2, selective=checkpoint == "selective", division=Division(8, sequence))
     numbers = selective(row)
-    kept = in_flight(pipeline(numbers).actions(0), [1 / row.chunks] * row.chunks)
+    kept = segments.in_flight(pipeline(numbers).actions(0)) / row.chunks
     return kept * blocks * (costs.output[0] + costs.saved[1])
 
 
