@@ -124,6 +124,12 @@ def links(machine: Hardware, ranks: int, stride: int) -> Links:
     return Links(ranks, inside)
 
 
+def wires(machine: Hardware) -> tuple[Line, Line]:
+    """The links of a device inside its node, and to others, at what is reached of their bandwidth."""
+    share = machine.rates
+    return Line(machine.near_latency, machine.near * share.near), Line(machine.far_latency, machine.far * share.far)
+
+
 def gather(machine: Hardware, axis: Links, size: float) -> float:
     """Seconds of an all-gather, or a reduce-scatter, of `size` bytes in all: rings that go on inside nodes and between
     them at the same time.
@@ -133,12 +139,11 @@ def gather(machine: Hardware, axis: Links, size: float) -> float:
     n, inside = axis
     if n == 1 or not size:
         return 0.0
-    nodes, share = n // inside, machine.rates
-    near = Line(machine.near_latency, machine.near * share.near).ring(inside, size) if inside > 1 else 0.0
+    nodes, (near, far) = n // inside, wires(machine)
+    around = near.ring(inside, size)
     if nodes == 1:
-        return near
-    far = Line(machine.far_latency, machine.far * share.far)
-    return max(near, far.occupied(size * (nodes - 1) / nodes / inside)) + (nodes - 1) * far.latency
+        return around
+    return max(around, far.occupied(size * (nodes - 1) / nodes / inside)) + (nodes - 1) * far.latency
 
 
 def exchange(machine: Hardware, axis: Links, size: float) -> float:
@@ -146,10 +151,9 @@ def exchange(machine: Hardware, axis: Links, size: float) -> float:
     n, inside = axis
     if n == 1:
         return 0.0
-    share = machine.rates
-    near = size * (inside - 1) / n / (machine.near * share.near) + machine.near_latency
-    far = size * (n - inside) / n / (machine.far * share.far) + machine.far_latency
-    return max(near, far if n > inside else 0.0)
+    near, far = wires(machine)
+    within = near.occupied(size * (inside - 1) / n) + near.latency
+    return max(within, far.occupied(size * (n - inside) / n) + far.latency) if n > inside else within
 
 
 CASTS = {"fp8": 4, "mxfp8": 5, "nvfp4": 7}  # bytes read and written for each number that is made shorter
@@ -283,11 +287,7 @@ def _ring(machine: Hardware, axis: Links, size: float, core: float) -> float:
     n, inside = axis
     if n == 1:
         return 0.0
-    share = machine.rates
-    near = inside == n
-    rate = machine.near * share.near if near else machine.far * share.far
-    step = size / rate + (machine.near_latency if near else machine.far_latency)
-    return (n - 1) * max(0.0, step - core / n)
+    return (n - 1) * max(0.0, sum(wires(machine)[inside < n].message(size)) - core / n)
 
 
 @lru_cache(4096)
@@ -646,7 +646,4 @@ def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int =
 
 def line(numbers: PlanNumbers, machine: Hardware) -> Line:
     """The link between neighbours in the pipeline."""
-    share = machine.rates
-    if 2 * numbers.ranks // numbers.pp <= machine.per_node:
-        return Line(machine.near_latency, machine.near * share.near)
-    return Line(machine.far_latency, machine.far * share.far)
+    return wires(machine)[2 * numbers.ranks // numbers.pp > machine.per_node]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from minipar.costs import analytic
 from minipar.costs.analytic import WHOLE, Division
@@ -97,43 +96,34 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
             core = chosen.core_flops * count
             inner = tuple(flops + core for flops in costs.backward[1:-1])
             costs = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
-        by_rows[count] = Layers(costs, costs.forward, costs.backward, first)
+        by_rows[count] = costs, first
     groups = shapes.shape(model, element_size=1).groups
     built = profile_of(chosen, kinds, WHOLE, groups, by_rows, 0.0)
-    return replace(
-        built,
-        forward_flops={count: _whole(one.forward) for count, one in by_rows.items()},
-        backward_flops={count: _whole(one.backward) for count, one in by_rows.items()},
-        input_flops={count: _whole(one.first) for count, one in by_rows.items()},
-    )
+    flops = (built.forward, built.backward, built.backward_input)
+    forward, backward, half = ({count: _whole(one) for count, one in table.items()} for table in flops)
+    return replace(built, forward_flops=forward, backward_flops=backward, input_flops=half)
 
 
-class Layers(NamedTuple):
-    """The layers of a model for one micro-batch: bytes, and seconds of forward, backward, and its input half."""
-
-    bytes: LayerCosts
-    forward: Sequence[float]
-    backward: Sequence[float]
-    first: Sequence[float]
+Layers = Mapping[int, tuple[LayerCosts, Sequence[float]]]  # by rows; and seconds of each layer's input half
 
 
 def profile_of(
-    model: Sizes, each: Precision, division: Division, groups: Sequence[Group], by_rows: Mapping[int, Layers],
-    step_seconds: float,
-) -> Profile:  # fmt: skip
+    model: Sizes, each: Precision, division: Division, groups: Sequence[Group], by_rows: Layers, step_seconds: float
+) -> Profile:
     """A profile of these layers. `groups` have sizes in numbers."""
     sizes = [sum(group.tensors) for group in groups]
     kept = {rows: analytic.weight_costs(model, rows / division.ep, each.activation, division)[1] for rows in by_rows}
     return Profile(
-        forward={rows: tuple(one.forward) for rows, one in by_rows.items()},
-        backward={rows: tuple(one.backward) for rows, one in by_rows.items()},
-        backward_input={rows: tuple(one.first) for rows, one in by_rows.items()},
+        forward={rows: one.forward for rows, (one, _) in by_rows.items()},
+        backward={rows: one.backward for rows, (one, _) in by_rows.items()},
+        backward_input={rows: tuple(first) for rows, (_, first) in by_rows.items()},
         backward_weight={
-            rows: tuple(a - b for a, b in zip(one.backward, one.first, strict=True)) for rows, one in by_rows.items()
+            rows: tuple(a - b for a, b in zip(one.backward, first, strict=True))
+            for rows, (one, first) in by_rows.items()
         },
-        output_bytes={rows: _whole(one.bytes.output) for rows, one in by_rows.items()},
-        grad_output_bytes={rows: _whole(one.bytes.gradient) for rows, one in by_rows.items()},
-        saved_bytes={rows: _whole(one.bytes.saved) for rows, one in by_rows.items()},
+        output_bytes={rows: one.output for rows, (one, _) in by_rows.items()},
+        grad_output_bytes={rows: one.gradient for rows, (one, _) in by_rows.items()},
+        saved_bytes={rows: one.saved for rows, (one, _) in by_rows.items()},
         saved_weight_bytes=kept,
         parameter_bytes=tuple(each.parameter * size for size in sizes),
         gradient_bytes=tuple(each.gradient * size for size in sizes),

@@ -205,42 +205,24 @@ def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
 
 
 def words(numbers: PlanNumbers) -> str:
-    """The plan in the words that `estimate` reads."""
-    n, default = numbers, PlanNumbers()
-    found = [f"dp={n.dp}", f"pp={n.pp}"]
-    for key, name in (("tp", "tp"), ("cp", "context_parallel"), ("ep", "ep")):
-        if getattr(n, key) > 1:
-            found.append(f"{name}={getattr(n, key)}")
-    if n.sequence_parallel:
-        found.append("sequence_parallel=true")
-    if n.pp > 1:
-        found.append(f"schedule={n.schedule}")
-        if "chunks" in find(n.schedule).options:
-            found.append(f"chunks={n.chunks}")
-        if "slices" in find(n.schedule).options:
-            found.append(f"slices={n.chunks}")
-        found += [f"{key}={str(value).lower()}" for key, value in n.options]
-        if n.split:
-            found.append(f"split={','.join(map(str, n.split))}")
-    found += [f"microbatches={n.microbatches // n.rounds}", *([f"accumulate={n.rounds}"] if n.rounds > 1 else [])]
-    found.append(f"{ROWS}={n.rows:g}")
-    if n.zero:
-        found.append(f"zero={n.zero}")
-    if n.checkpoint:
-        found.append(f"checkpoint={segments.text(n.checkpoint)}")
-    if n.overlap != default.overlap:
-        found.append("overlap=none")
-    if n.every != default.every and n.zero >= 2:
-        found.append("reduce=step")
-    if n.bucket is not None:
-        found.append(f"bucket={segments.text(n.bucket)}")  # type: ignore[arg-type]
-    if n.offload:
-        found.append(f"offload={','.join(n.offload)}")
-    if isinstance(n.precision, str):
-        found.append(f"precision={n.precision}")
-    if n.gradient == FLOAT:
-        found.append(f"{GRADIENTS}=float32")
-    return " ".join(found)
+    """The plan in the words that `estimate` reads, without those that say what is so anyway."""
+    n, options = numbers, find(numbers.schedule).options
+    bucket = "" if n.bucket is None else segments.text(n.bucket)  # type: ignore[arg-type]
+    ordered = [("schedule", n.schedule, ""), *((key, n.chunks, 0) for key in ("chunks", "slices") if key in options)]
+    ordered += [*((key, value, None) for key, value in n.options), ("split", ",".join(map(str, n.split)), "")]
+    found: list[tuple[str, Any, Any]] = [
+        ("dp", n.dp, 0), ("pp", n.pp, 0), ("tp", n.tp, 1), ("context_parallel", n.cp, 1), ("ep", n.ep, 1),
+        ("sequence_parallel", n.sequence_parallel, False), *(ordered if n.pp > 1 else ()),
+        ("microbatches", n.microbatches // n.rounds, 0), ("accumulate", n.rounds, 1), (ROWS, f"{n.rows:g}", ""),
+        ("zero", n.zero, 0), ("checkpoint", segments.text(n.checkpoint), "0"), ("overlap", n.overlap or "none", True),
+        ("reduce", n.every or n.zero < 2 or "step", True), ("bucket", bucket, ""), ("offload", ",".join(n.offload), ""),
+        ("precision", n.precision if isinstance(n.precision, str) else "", ""),
+        (GRADIENTS, "float32" if n.gradient == FLOAT else "", ""),
+    ]  # fmt: skip
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value, usual in found if value != usual
+    )  # fmt: skip
 
 
 # what can be ----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ The estimates, which compile nothing, are compared with this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minipar.costs import analytic
 from minipar.costs.hardware import PRESETS, Hardware, hardware
+from minipar.costs.recomputation import LayerCosts
 from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes
@@ -25,7 +26,7 @@ from minipar.prediction.closed_form import (
     replicas_of,
 )
 from minipar.prediction.estimating import estimate
-from minipar.prediction.on_paper import Layers, profile_of
+from minipar.prediction.on_paper import profile_of
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
 from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.simulator import simulate
@@ -104,19 +105,19 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         given = model, machine, n.precision, n.rows, n.tp, n.cp, n.ep, n.sequence_parallel
         embed, head = ends_work(*given)
         works = [embed, *[block_work(*given)] * model.layers, head]
-    layers = _on_machine(works, n, model, machine)
+    layers = {rows: _on_machine(works, n, model, machine)}
     seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
-    measured = profile_of(model, each, n.division, groups, {rows: layers}, seconds)
+    measured = profile_of(model, each, n.division, groups, layers, seconds)
     program = plan.compile(shape, costs=measured)
     costs = MachineCosts(program, measured, batch, numbers=n, machine=machine, experts=len(groups) - experts)
     return simulate(program, costs)
 
 
-def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> Layers:
-    """The layers of a model on a machine."""
+def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[LayerCosts, list[float]]:
+    """The layers of a model on a machine, and seconds of their input halves."""
     selective = n.checkpoint == "selective"
     costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
     hidden = [min(work.back_sent, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in works]
     backward = [work.backward - less + work.core * selective for work, less in zip(works, hidden, strict=True)]
     first = [whole - work.weight for whole, work in zip(backward, works, strict=True)]
-    return Layers(costs, [work.forward for work in works], backward, first)
+    return replace(costs, forward=tuple(work.forward for work in works), backward=tuple(backward)), first
