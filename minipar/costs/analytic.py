@@ -41,7 +41,6 @@ from math import ceil
 from typing import Any
 
 from minipar.costs.recomputation import LayerCosts
-from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Chain, Sizes, Transformer, of_preset, sizes
 from minipar.models.table import GPT, Mixture, Preset, check_gpt
@@ -59,48 +58,14 @@ class Division:
 
     tp        number of tensor-parallel ranks
     sequence  whether these ranks divide norms, dropout and the inputs of blocks by tokens
-    experts   number of expert MLPs that take the place of each block's MLP; 0: the model's own
-    top       number of these that a token goes to
     ep        number of ranks that share out the experts; each works on rows of its own
     cp        number of ranks that share out the tokens of every row
     """
 
     tp: int = 1
     sequence: bool = False
-    experts: int = 0
-    top: int = 1
     ep: int = 1
     cp: int = 1
-
-    def check(self, model: Sizes, dp: int) -> None:
-        """Refuse a division that is impossible for a model on `dp` data-parallel ranks, some of which are those of ep.
-        Errors: PlanError."""
-        for key in ("tp", "top", "ep", "cp"):
-            if getattr(self, key) < 1:
-                raise PlanError(f"{key}={getattr(self, key)}: must be a whole number of at least 1")
-        if isinstance(model, Chain):
-            if self != WHOLE:
-                raise PlanError("tp and ep: formulas are for transformers; possible is tp=1 ep=1 experts=0")
-            return
-        if model.heads % self.tp:
-            divisors = [str(n) for n in range(1, model.heads + 1) if model.heads % n == 0]
-            raise PlanError(f"tp={self.tp}: must divide {model.heads} heads; possible are {', '.join(divisors)}")
-        experts = self.experts or model.experts
-        if self.ep > 1 and not experts:
-            raise PlanError(f"ep={self.ep}: there are no experts to share out; possible is ep=1, or experts=8")
-        if self.experts and not 1 <= self.top <= self.experts:
-            raise PlanError(f"top={self.top}: a token goes to at most {self.experts} experts")
-        if self.ep > 1 and (experts % self.ep or dp % self.ep):
-            possible = [str(n) for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
-            raise PlanError(
-                f"ep={self.ep}: must divide dp={dp} and experts={experts}; possible are {', '.join(possible)}"
-            )
-
-    def of(self, model: Transformer) -> Transformer:
-        """The model with these experts."""
-        if not self.experts:
-            return model
-        return replace(model, experts=self.experts, top=self.top, capacity=1.0, expert_bias=model.bias)
 
 
 WHOLE = Division()
@@ -118,7 +83,6 @@ def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group,
         model = of_preset(model)
     if isinstance(model, Chain):
         return tuple(Group((l,), (layer.parameters,)) for l, layer in enumerate(model.chain)), 0
-    model = division.of(model)
     h, f, t, last = model.hidden, model.ffn, division.tp, model.layers + 1
 
     def first(inputs: int, outputs: int, bias: bool) -> tuple[int, ...]:  # cut by outputs, as is its bias
@@ -210,7 +174,7 @@ def costs_of(model: Sizes, rows: float, element: int, division: Division, select
     """As `layer_costs`, of a model by its numbers as they are."""
     if isinstance(model, Chain):
         return _chain(model, rows, element)
-    return _transformer(division.of(model), rows, element, selective, division)
+    return _transformer(model, rows, element, selective, division)
 
 
 def named(name: str, **overrides: Any) -> Sizes:
@@ -279,7 +243,7 @@ def workspace(model: Sizes, rows: float, element: int, division: Division = WHOL
     their input; and how many logits there are."""
     if isinstance(model, Chain):
         return 0, 0
-    m = division.of(model)
+    m = model
     tokens = rows * m.sequence / division.cp
     inner = m.ffn * (2 if m.gated else 1) * (m.top * m.capacity if m.experts else 1) / division.tp
     return ceil(element * tokens * (inner + m.hidden)), ceil(tokens * m.vocabulary / division.tp)
@@ -309,7 +273,7 @@ def weight_costs(
             )  # (the first has no input half)
             before = layer.output
         return tuple(built), tuple(kept)
-    m = division.of(model)
+    m = model
     tokens = rows * m.sequence / division.cp
     size = e * tokens * m.hidden
     statistics = m.flash * (1 if m.rms else 2) * FLOAT * tokens  # of one norm

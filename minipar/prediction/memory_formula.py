@@ -14,7 +14,7 @@ from typing import Any
 from minipar.costs.analytic import WHOLE, Division
 from minipar.errors import PlanError
 from minipar.models import table
-from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
+from minipar.models.sizes import Sizes, of_preset, sizes
 from minipar.models.table import Branchy
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check, numbers_of, table_of
@@ -41,9 +41,6 @@ def details(
 ) -> list[Detail]:
     """As `per_rank`, with the origin of the bytes."""
     chosen = model_of(model, **overrides) if isinstance(model, str) else model
-    division.check(chosen, plan.dp)
-    if isinstance(chosen, Transformer):
-        chosen = division.of(chosen)
     numbers = own_numbers(plan, chosen, division)
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
@@ -72,9 +69,12 @@ def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNum
             f"possible are `minipar memory` of a model that can be built ({', '.join(table.presets())}), or `minipar "
             "run --memory`"
         )
-    found = numbers_of(table_of(plan), model)
+    found, ep = numbers_of(table_of(plan), model), division.ep
+    if found.dp % ep:
+        possible = ", ".join(str(n) for n in range(1, found.dp + 1) if found.dp % n == 0)
+        raise PlanError(f"ep={ep}: must divide the dp={found.dp} replicas that it is of; possible are {possible}")
     found = found._replace(
-        dp=found.dp // division.ep, ep=found.ep * division.ep, tp=found.tp * division.tp, cp=found.cp * division.cp,
+        dp=found.dp // ep, ep=found.ep * ep, tp=found.tp * division.tp, cp=found.cp * division.cp,
         sequence_parallel=found.sequence_parallel or division.sequence,
     )  # fmt: skip
     check(found, model)

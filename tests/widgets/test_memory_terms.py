@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from minipar.costs.analytic import Division
+from minipar.models.sizes import Transformer, sizes
 from minipar.prediction.memory_formula import details, per_rank
 from minipar.prediction.rank_memory import KINDS
 from minipar.strategies.plan import Plan
@@ -49,10 +50,11 @@ def test_formulas_with_numbers_give_the_bytes(words: str, model: str, rows: int)
             assert value(term) == pytest.approx(term.bytes, rel=0.006, abs=2048), (term, words)
 
 
-@pytest.mark.parametrize("division", [Division(tp=4), Division(tp=2, sequence=True, experts=4, top=2, ep=2)])
-def test_formulas_of_tensor_and_expert_parallelism(division: Division) -> None:
-    plan = Plan.parse("dp=4 pp=2 microbatches=4 zero=1 precision=bf16")
-    for detail in details(plan, "gpt2-medium", 32, division):
+@pytest.mark.parametrize(("division", "experts"), [(Division(tp=4), 0), (Division(2, True, ep=2), 4)])
+def test_formulas_of_tensor_and_expert_parallelism(division: Division, experts: int) -> None:
+    plan, model = Plan.parse("dp=4 pp=2 microbatches=4 zero=1 precision=bf16"), sizes("gpt2-medium")
+    assert isinstance(model, Transformer)
+    for detail in details(plan, replace(model, experts=experts, top=2), 32, division):
         for term in terms(plan, detail):
             assert value(term) == pytest.approx(term.bytes, rel=0.006, abs=4096), term
 

@@ -246,14 +246,11 @@ class MemoryExplorer(Explorer):
         plan = Plan(**{key: now[key] for key in words}, offload=tuple(now["offload"]))
         capacity = hardware(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
         tp = now["tp"] if self._transformer else 1
-        division = Division(tp, now["sequence"] and tp > 1)
-        if self._experts:  # (a mixture has its own)
-            division = replace(division, ep=now["ep"])
-        elif now["experts"] and self._transformer:
-            division = Division(tp, division.sequence, now["experts"], now["top"], now["ep"])
+        more = now["experts"] if self._transformer and not self._experts else 0  # (a mixture has its own)
+        division = Division(tp, now["sequence"] and tp > 1, now["ep"] if more or self._experts else 1)
         numbers = {key: now[key] for key in keys} if own else {}
         device = "" if now["device"] == "own" else now["device"]
-        return Choice(plan, model, numbers, now["rows"], int(capacity or 0), device, division)
+        return Choice(plan, model, numbers, now["rows"], int(capacity or 0), device, division, more, now["top"])
 
     @property
     def _transformer(self) -> bool:

@@ -4,13 +4,14 @@ of equal ranks, and the measured memory of a run."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.quantities import size
 from minipar.errors import PlanError
+from minipar.models.sizes import Sizes, Transformer
 from minipar.models.table import PRESETS
 from minipar.prediction import memory_formula
 from minipar.prediction.rank_memory import KINDS, Detail
@@ -30,6 +31,7 @@ class Choice:
     numbers    new values for some of the model's numbers, such as {"layers": 48}
     rows       of each micro-batch
     capacity   of a device in bytes; `device` is its name
+    experts    that take the place of each block's perceptron; 0: the model's own. A token goes to `top` of them
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -39,14 +41,24 @@ class Choice:
     capacity: int = 80 * 10**9
     device: str = "a100-80gb"
     division: Division = WHOLE
+    experts: int = 0
+    top: int = 1
 
     @property
     def batch(self) -> int:
         return self.plan.dp * self.plan.total_microbatches * self.rows
 
+    @property
+    def sizes(self) -> Sizes:
+        """The model. Errors: PlanError for an unknown one, and for experts that it cannot have."""
+        model = memory_formula.model_of(self.model, **self.numbers)
+        if not self.experts or not isinstance(model, Transformer):
+            return model
+        return replace(model, experts=self.experts, top=self.top, capacity=1.0, expert_bias=model.bias)
+
     def __str__(self) -> str:
         own = "".join(f" {key}={value}" for key, value in self.numbers.items())
-        more = {"tp": self.division.tp, "ep": self.division.ep, "experts": self.division.experts}
+        more = {"tp": self.division.tp, "ep": self.division.ep, "experts": self.experts}
         words = [f"{key}={value}" for key, value in more.items() if value > 1]
         return " ".join([f"{self.model}{own}, {self.plan}", *words]) + f", {several(self.rows, 'row')} a micro-batch"
 
@@ -61,7 +73,7 @@ class Memory:
     @staticmethod
     def of(choice: Choice) -> Memory:
         one = choice
-        found = memory_formula.details(one.plan, one.model, one.batch, one.division, **one.numbers)
+        found = memory_formula.details(one.plan, one.sizes, one.batch, one.division)
         return Memory(choice, tuple(found))
 
     @cached_property
@@ -83,9 +95,7 @@ class Memory:
     @cached_property
     def verdict(self) -> str:
         one = self.choice
-        return memory_terms.verdict(
-            one.plan, one.model, one.batch, one.capacity, one.division, one.device, **one.numbers
-        )
+        return memory_terms.verdict(one.plan, one.sizes, one.batch, one.capacity, one.division, one.device)
 
 
 def label(ranks: Sequence[int]) -> str:
@@ -116,7 +126,7 @@ def why_not_run(choice: Choice) -> str:
     """The reason why a choice cannot run here; "" if it can."""
     if choice.model not in PRESETS:
         return f"{choice.model} is too large to be built here; possible are {', '.join(PRESETS)}"
-    if choice.division != WHOLE:
+    if choice.division != WHOLE or choice.experts:
         return "tp and ep are formulas here; possible is tp=1 ep=1 experts=0"
     if choice.plan.ranks > MOST_RANKS:
         return f"{several(choice.plan.ranks, 'rank')} are many for this machine; possible are up to {MOST_RANKS}"

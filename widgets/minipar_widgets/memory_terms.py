@@ -6,11 +6,12 @@ activations    f a + b               4 × 98.62 MiB + 31.5 MiB                  
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.device import holding
 from minipar.costs.quantities import size
+from minipar.models.sizes import Sizes
 from minipar.prediction import fitting
 from minipar.prediction.memory_formula import details, per_rank
 from minipar.prediction.rank_memory import KINDS, Detail
@@ -105,21 +106,21 @@ def _buffers_term(detail: Detail) -> Term:
 
 
 def ways_that_fit(
-    plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, **overrides: Any
+    plan: Plan, model: str | Sizes, batch: int, capacity: int, division: Division = WHOLE
 ) -> list[tuple[str, int]]:
     """Changes of the plan with which every rank fits, the smallest of each kind, with the bytes of the fullest rank."""
 
     def peak(built: Plan) -> int:
-        return max(rank.total for rank in per_rank(built, model, batch, division, **overrides))
+        return max(rank.total for rank in per_rank(built, model, batch, division))
 
     return fitting.ways_that_fit(fitting.lighter(plan, batch), peak, capacity)
 
 
 def verdict(
-    plan: Plan, model: str, batch: int, capacity: int, division: Division = WHOLE, device: str = "", **overrides: Any
+    plan: Plan, model: str | Sizes, batch: int, capacity: int, division: Division = WHOLE, device: str = ""
 ) -> str:
     """A sentence that says whether the plan fits, and if it does not, what to change."""
-    totals = [one.memory.total for one in details(plan, model, batch, division, **overrides)]
+    totals = [one.memory.total for one in details(plan, model, batch, division)]
     top = max(range(len(totals)), key=totals.__getitem__)
     where = f"{device} has" if device else "there are"
     if totals[top] <= capacity:
@@ -129,7 +130,7 @@ def verdict(
         )
     lack = size(totals[top] - capacity)
     text = f"Does not fit: rank {top} needs {size(totals[top])}, but {where} {size(capacity)}: {lack} too little."
-    found = ways_that_fit(plan, model, batch, capacity, division, **overrides)
+    found = ways_that_fit(plan, model, batch, capacity, division)
     if found:
         ways = [f"{words} ({size(peak)})" for words, peak in found]
         return f"{text} It would fit with {' or with '.join(ways)}."
