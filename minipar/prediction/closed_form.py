@@ -210,16 +210,30 @@ def kernels(machine: Hardware, precision: str | Precision) -> Kernels:
 
 
 @lru_cache(4096)
-def block_work(
-    model: Transformer, machine: Hardware, precision: str | Precision, rows: float, tp: int, cp: int, ep: int,
-    sequence: bool,
-) -> Work:  # fmt: skip
-    """The work of one transformer block on one rank."""
+def works(
+    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division
+) -> tuple[Work, ...]:
+    """The work on one rank of every layer of a chain, which cannot be shared; or of a transformer's embedding, one of
+    its blocks, and of its head with the loss."""
     run = kernels(machine, precision)
+    if isinstance(model, Transformer):
+        embed, head = _ends(model, machine, run, rows, division)
+        return embed, _block(model, machine, run, rows, division), head
+    found = []
+    for layer in model.chain:
+        flops = layer.flops * rows
+        matrix = flops / run.wide * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
+        memory = run.stream(run.element * layer.moved * rows)
+        found.append(Work(matrix, memory, 0.0, 2 * matrix, 2 * memory, 0.0, matrix, 0.0, 0.0, flops, 0.0))
+    return tuple(found)
+
+
+def _block(model: Transformer, machine: Hardware, run: Kernels, rows: float, division: Division) -> Work:
+    tp, cp, ep = division.tp, division.cp, division.ep
     e, s, h, f = run.element, model.sequence, model.hidden, model.ffn
     tokens, mask = rows * s / cp / ep, MASK * model.dropout
     size = tokens * h
-    outside = size / (tp if sequence else 1)  # numbers between the divided operators
+    outside = size / (tp if division.sequence else 1)  # numbers between the divided operators
 
     products = sum(run.product(tokens, b / (tp if cut else 1), a, short=True)
                    for a, b, cut in model.attention_matrices[:-1])  # fmt: skip
@@ -264,8 +278,7 @@ def block_work(
     )
     memory_back += run.stream(between + e * routed * first) + rotation + copies + softmax_back + casts
 
-    around = links(machine, tp, 1)
-    part = 4 * gather(machine, around, e * size)  # two sums of activations, each way
+    part = 4 * gather(machine, links(machine, tp, 1), e * size)  # two sums of activations, each way
     kept = e * tokens * (model.latent + model.rope if model.latent else model.keys + model.values) / tp
     ring = _ring(machine, links(machine, cp, tp), kept, core + softmax)
     to_experts = 0.0
@@ -290,20 +303,12 @@ def _ring(machine: Hardware, axis: Links, size: float, core: float) -> float:
     return (n - 1) * max(0.0, sum(wires(machine)[inside < n].message(size)) - core / n)
 
 
-@lru_cache(4096)
-def ends_work(
-    model: Transformer, machine: Hardware, precision: str | Precision, rows: float, tp: int, cp: int, ep: int,
-    sequence: bool,
-) -> tuple[Work, Work]:  # fmt: skip
-    """The work of the embedding and of the head with the loss."""
-    run = kernels(machine, precision)
-    e, h, v = run.element, model.hidden, model.vocabulary
-    tokens = rows * model.sequence / cp / ep
+def _ends(model: Transformer, machine: Hardware, run: Kernels, rows: float, division: Division) -> tuple[Work, Work]:
+    e, h, v, tp, mask = run.element, model.hidden, model.vocabulary, division.tp, MASK * model.dropout
+    tokens = rows * model.sequence / division.cp / division.ep
     size = tokens * h
-    outside = size / (tp if sequence else 1)
-    mask = MASK * model.dropout
-    around = links(machine, tp, 1)
-    summed = 2 * gather(machine, around, e * size)
+    outside = size / (tp if division.sequence else 1)
+    summed = 2 * gather(machine, links(machine, tp, 1), e * size)
     lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * outside) * model.dropout
     embed = Work(0.0, lookup, summed, 0.0, lookup, summed / 2, 0.0, 0.0, summed, 0.0, 0.0)
     logits = tokens * v / tp
@@ -313,19 +318,6 @@ def ends_work(
     flops = model.head_flops * rows
     head = Work(product, loss, summed / 2, 2 * product, loss_back, summed, product, 0.0, 0.0, flops, 0.0)
     return embed, head
-
-
-@lru_cache(1024)
-def chain_work(model: Chain, machine: Hardware, precision: str | Precision, rows: float) -> tuple[Work, ...]:
-    """The work of each layer of a chain. Its layers cannot be shared."""
-    run = kernels(machine, precision)
-    found, element = [], run.element
-    for layer in model.chain:
-        flops = layer.flops * rows
-        matrix = flops / run.wide * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
-        memory = run.stream(element * layer.moved * rows)
-        found.append(Work(matrix, memory, 0.0, 2 * matrix, 2 * memory, 0.0, matrix, 0.0, 0.0, flops, 0.0))
-    return tuple(found)
 
 
 class Stage(NamedTuple):
@@ -375,18 +367,14 @@ def _added(
     chunks: tuple[Chunk, ...], copies: int, again: tuple[tuple[int, ...], ...],
 ) -> Stage:  # fmt: skip
     """again   for each chunk, the layers that run forward again"""
-    works, d = chain_work(model, machine, precision, rows) if isinstance(model, Chain) else (), division
-    if not isinstance(model, Chain):
-        given = (model, machine, precision, rows, d.tp, d.cp, d.ep, d.sequence)
-        embed, head = ends_work(*given)
-        works = embed, block_work(*given), head
-    counts = [[0.0] * len(works), [0.0] * len(works)]
+    found = works(model, machine, precision, rows, division)
+    counts = [[0.0] * len(found), [0.0] * len(found)]
     for chunk, repeated in zip(chunks, again, strict=True):
         for count, layers in zip(counts, (range(chunk.start, chunk.stop), repeated), strict=True):
             for layer in layers:
                 kind = layer if isinstance(model, Chain) else (layer > 0) + (layer > model.layers)
                 count[kind] += 1 / copies
-    once, twice = (Work(*(sum(map(mul, count, column)) for column in zip(*works, strict=True))) for count in counts)
+    once, twice = (Work(*(sum(map(mul, count, column)) for column in zip(*found, strict=True))) for count in counts)
     parameters, experts = parameters_of(model, division, chunks)
     return Stage(
         sum(chunk.stop - chunk.start for chunk in chunks), once,

@@ -507,30 +507,18 @@ Moment = tuple[tuple[int, ...], int]
 
 
 def _walk(actions: Iterable[Action], kinds: Sequence[int]) -> Iterable[Moment]:
-    """The moments before each backward, in which most is kept."""
+    """The moments after each forward and halved backward, and before each backward."""
     k = 1 + max(kinds, default=0)
     counts = [0] * (2 * k)
-    grown = False
     for action in actions:
         kind = kinds[action.chunk]
-        if isinstance(action, Forward):
-            counts[kind] += 1
-            grown = True
-        elif isinstance(action, BackwardWeight):
-            if grown:
-                yield tuple(counts), -1
+        if isinstance(action, BackwardWeight):
             counts[k + kind] -= 1
-            grown = False
-        elif isinstance(action, BackwardInput):
-            yield tuple(counts), k + kind
-            counts[kind] -= 1
-            counts[k + kind] += 1
-            grown = True
-        else:
-            yield tuple(counts), kind
-            counts[kind] -= 1
-            grown = False
-    if grown:
+            continue
+        if not isinstance(action, Forward):
+            yield tuple(counts), kind + k * isinstance(action, BackwardInput)
+        counts[kind] += 1 if isinstance(action, Forward) else -1
+        counts[k + kind] += isinstance(action, BackwardInput)
         yield tuple(counts), -1
 
 

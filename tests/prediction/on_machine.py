@@ -5,6 +5,7 @@ The estimates, which compile nothing, are compared with this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minipar.costs import analytic
@@ -15,15 +16,13 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.closed_form import (
     Work,
-    block_work,
-    chain_work,
-    ends_work,
     gather,
     line,
     on_device,
     optimizer_seconds,
     reaching,
     replicas_of,
+    works,
 )
 from minipar.prediction.estimating import estimate
 from minipar.prediction.on_paper import profile_of
@@ -99,13 +98,10 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         model.name,
     )
     rows, batch = round(n.rows), round(n.batch)
-    if isinstance(model, Chain):
-        works = list(chain_work(model, machine, n.precision, n.rows))
-    else:
-        given = model, machine, n.precision, n.rows, n.tp, n.cp, n.ep, n.sequence_parallel
-        embed, head = ends_work(*given)
-        works = [embed, *[block_work(*given)] * model.layers, head]
-    layers = {rows: _on_machine(works, n, model, machine)}
+    found = works(model, machine, n.precision, n.rows, n.division)
+    if not isinstance(model, Chain):
+        found = (found[0], *(found[1],) * model.layers, found[2])
+    layers = {rows: _on_machine(found, n, model, machine)}
     seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
     measured = profile_of(model, each, n.division, groups, layers, seconds)
     program = plan.compile(shape, costs=measured)
@@ -113,11 +109,13 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
     return simulate(program, costs)
 
 
-def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[LayerCosts, list[float]]:
+def _on_machine(
+    found: Sequence[Work], n: PlanNumbers, model: Sizes, machine: Hardware
+) -> tuple[LayerCosts, list[float]]:
     """The layers of a model on a machine, and seconds of their input halves."""
     selective = n.checkpoint == "selective"
     costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
-    hidden = [min(work.back_sent, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in works]
-    backward = [work.backward - less + work.core * selective for work, less in zip(works, hidden, strict=True)]
-    first = [whole - work.weight for whole, work in zip(backward, works, strict=True)]
-    return replace(costs, forward=tuple(work.forward for work in works), backward=tuple(backward)), first
+    hidden = [min(work.back_sent, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in found]
+    backward = [work.backward - less + work.core * selective for work, less in zip(found, hidden, strict=True)]
+    first = [whole - work.weight for whole, work in zip(backward, found, strict=True)]
+    return replace(costs, forward=tuple(work.forward for work in found), backward=tuple(backward)), first
