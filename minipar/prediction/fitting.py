@@ -22,6 +22,7 @@ from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import ROWS, check, numbers_of, table_of, words
 from minipar.prediction.rank_memory import fullest
+from minipar.strategies.keys import offloaded
 from minipar.strategies.plan import Plan
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> Familie
 
 def to_the_host(offload: Iterable[str]) -> Families:
     """Changes by which one more kind of value waits on the host."""
-    return [[{"offload": tuple(dict.fromkeys((*offload, what)))}] for what in ("optimizer", "activations")]
+    return [[{"offload": offloaded((*offload, what))}] for what in ("optimizer", "activations")]
 
 
 def described(change: Change) -> str:

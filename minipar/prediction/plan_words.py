@@ -43,9 +43,6 @@ _FREE = ("prefetch", "clip", "algorithm", "offload_to", "offload_folder", "offlo
 _OPTIONS = ("group", "doubling", "in_flight", "update_every")  # of schedules, which their formulas do not know
 
 
-_DEFAULTS = {f.name: f.default for f in fields(Plan)}
-
-
 def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     """The keys that a plan gives, with their values. Errors: PlanError for an unknown key or value."""
     if isinstance(plan, Plan):
