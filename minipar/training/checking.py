@@ -339,15 +339,19 @@ def error_of(some: Iterable[Difference]) -> float:
 
 
 def beyond(some: Sequence[Difference], eps: float) -> list[Difference]:
-    """Those that are beyond rounding, if it takes half of the digits."""
+    """Those that are beyond rounding, if it takes half of the digits. Where the terms of a gradient cancel, as those of a
+    bias before a norm do, all that is left is their rounding, and they may be as large as the largest gradient."""
     scale: dict[str, float] = {}
     for one in some:
         scale[one.kind] = max(scale.get(one.kind, 0.0), one.scale)
-    return [
-        one for one in some
-        if one.apart > (max(eps * (one.kind in ("loss", "gradient")), one.eps) ** 0.5
-                        * max(one.scale, _SMALL * scale[one.kind]) + one.slack)
-    ]  # fmt: skip
+
+    def bound(one: Difference) -> float:
+        largest, rounding = scale[one.kind], max(eps * (one.kind in ("loss", "gradient")), one.eps)
+        cancels = one.kind == "gradient" and one.size <= 64 * one.eps * largest
+        terms = _SLACK * rounding * largest if cancels else 0.0
+        return float(rounding**0.5 * max(one.scale, _SMALL * largest) + terms + one.slack)
+
+    return [one for one in some if one.apart > bound(one)]
 
 
 def mistake(wrong: Sequence[Difference], ranks: int, plan: Plan, notes: Sequence[str]) -> CheckError:
