@@ -340,8 +340,8 @@ def error_of(some: Iterable[Difference]) -> float:
 
 
 def beyond(some: Sequence[Difference], eps: float) -> list[Difference]:
-    """Those that are beyond rounding, if it takes half of the digits. Where the terms of a gradient cancel, as those of a
-    bias before a norm do, their rounding is all that is left."""
+    """Those that are beyond rounding, if it takes half of the digits. Where the terms of a gradient cancel, as those of
+    a bias before a norm do, their rounding is all that is left."""
     scale: dict[str, float] = {}
     for one in some:
         scale[one.kind] = max(scale.get(one.kind, 0.0), one.scale)
