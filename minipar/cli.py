@@ -538,7 +538,7 @@ def _show_run(result: dict[str, Any]) -> str:
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.models import shapes
-    from minipar.prediction.memory_formula import model_of, per_rank
+    from minipar.prediction.on_paper import model_of, per_rank
     from minipar.prediction.plan_words import default_precision
     from minipar.prediction.rank_memory import KINDS
 

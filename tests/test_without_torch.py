@@ -23,14 +23,14 @@ from minipar import data, models
 from minipar.costs import analytic
 from minipar.costs.recomputation import LayerCosts
 from minipar.models import table
-from minipar.prediction import memory_formula, on_paper
+from minipar.prediction import on_paper
 from minipar_course import assignments, diagrams, exercise
 from minipar_widgets import MemoryExplorer, PlanExplorer, ShardingExplorer
 
 minipar.Plan.parse("checkpoint=9B").compile(layers=16, costs=LayerCosts.equal(16))
 assert [models.shape(name) for name in models.presets()] and len(dir(models))
 [analytic.layer_costs(name, 2) for name in table.names()]
-memory_formula.per_rank(minipar.Plan.parse("zero=1 dp=2"), "gpt2-xl")
+on_paper.per_rank(minipar.Plan.parse("zero=1 dp=2"), "gpt2-xl")
 on_paper.predict("pp=2 dp=2 microbatches=4 zero=1", "gpt-demo", "flops=8GFLOP/s bandwidth=100MB/s latency=1ms", 16)
 minipar.estimate("dp=2 pp=2 microbatches=4 zero=1", "llama3-8b", "h100")
 data.stdlib_text()

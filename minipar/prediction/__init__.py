@@ -4,7 +4,7 @@ estimating.py is `minipar.estimate`, which asks formulas or simulates; validatio
 
     plan_numbers.py    a plan as numbers, and which layers each of its ranks holds; plan_words.py reads it from words
     closed_form.py     the time as a formula; replica.py where it is not exact
-    rank_memory.py     the memory of a rank as a formula; memory_formula.py shows it for `minipar memory`
+    rank_memory.py     the memory of a rank as a formula; on_paper.py shows it for `minipar memory`
     memory.py          the memory along a program, from tapes of measured layers, for the prediction that train() makes
     fitting.py         what would fit; advice.py after a run that did not
     on_paper.py        the whole program on an emulated device, simulated with costs from formulas

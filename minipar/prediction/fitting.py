@@ -5,7 +5,7 @@
     smallest(numbers, model, machine)       the fewest devices of this kind
     holding (costs/device.py)               the devices that would hold the plan as it is
 
-Who judges: the formula, before anything is measured (memory_formula.py, estimating.py); or the tapes of measured
+Who judges: the formula, before anything is measured (on_paper.py, estimating.py); or the tapes of measured
 layers, after a run that did not fit (advice.py). No torch.
 """
 

@@ -17,7 +17,7 @@ from minipar.errors import PlanError
 from minipar.execution.measuring.profiler import profile
 from minipar.models import GPT, Branchy, Mixture, shapes, table
 from minipar.models.sizes import Transformer, of_gpt, sizes
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.strategies.plan import Plan
 
 GiB = 2**30

@@ -17,7 +17,7 @@ from minipar.comm import communicator
 from minipar.execution.executor import Executor
 from minipar.execution.updating import check_elementwise
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.program import Op
 from minipar.training.training import Run
 from tests.toys import rows, toy

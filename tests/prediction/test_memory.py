@@ -14,7 +14,7 @@ from minipar.costs.analytic import weight_costs
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.sizes import sizes
 from minipar.prediction.memory import with_memory
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.prediction.rank_memory import KINDS
 from minipar.prediction.recorded import Workspace

@@ -13,7 +13,7 @@ from minipar.costs.hardware import PRESETS
 from minipar.costs.quantities import size
 from minipar.errors import PlanError
 from minipar.models import shapes, table
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.prediction.plan_numbers import PRECISIONS, Precision
 from minipar.prediction.rank_memory import RankMemory, states
 from minipar.strategies.plan import Plan

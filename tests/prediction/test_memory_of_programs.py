@@ -13,7 +13,7 @@ from minipar import data, models
 from minipar.cluster import Cluster
 from minipar.execution.execution import Job, profile_job
 from minipar.prediction.forecast import Facts, Forecast
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.prediction.program_costs import microbatch_rows
 from minipar.strategies.plan import Plan
 

@@ -10,7 +10,7 @@ from minipar.costs.hardware import PERFECT, Hardware
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Transformer, of_gpt
-from minipar.prediction import memory_formula, on_paper
+from minipar.prediction import on_paper
 from minipar.prediction.plan_numbers import even_split, own_layers, split_of
 from minipar.program import Op
 from minipar.strategies.plan import Plan
@@ -56,7 +56,7 @@ def test_messages_of_a_step() -> None:
 def test_memory_is_the_formula() -> None:
     plan = Plan.parse("pp=2 dp=2 zero=1 microbatches=8 checkpoint=1")
     found = on_paper.predict(plan, "gpt-demo", DEVICE, 16)
-    assert found.ranks == memory_formula.per_rank(plan, "gpt-demo", 16)
+    assert found.ranks == on_paper.per_rank(plan, "gpt-demo", 16)
     assert found.memory == [rank.total for rank in found.ranks]
 
 
@@ -73,10 +73,10 @@ def test_an_emulated_device_and_a_machine_with_the_same_numbers_take_the_same_ti
         "mlp-wide",
     ):  # (their attention is no kernel of its own, whose backward takes longer)
         emulated = on_paper.predict(plan, model, DEVICE, 16)
-        sizes = memory_formula.model_of(model)
+        sizes = on_paper.model_of(model)
         if isinstance(sizes, Transformer):
             sizes = replace(sizes, flash=False)
-        numbers = memory_formula.own_numbers(Plan.parse(plan), sizes)
+        numbers = on_paper.own_numbers(Plan.parse(plan), sizes)
         even = even_split(own_layers(sizes), len(split_of(numbers, sizes)))
         trace = simulated(numbers._replace(rows=16 / numbers.dp / numbers.microbatches, split=even), sizes, machine)
         assert trace.time == pytest.approx(emulated.time, rel=1e-6)

@@ -15,7 +15,7 @@ from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, sizes
 from minipar.prediction import rank_memory
 from minipar.prediction.closed_form import closed_form
 from minipar.prediction.estimating import estimate
-from minipar.prediction.memory_formula import own_numbers, per_rank
+from minipar.prediction.on_paper import own_numbers, per_rank
 from minipar.prediction.plan_numbers import PlanNumbers, kinds_of, split_of
 from minipar.prediction.replica import by_simulation
 from minipar.prediction.simulator import simulate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate, verify
 from minipar.errors import MiniparError, PlanError, ProgramError
-from minipar.prediction import memory_formula
+from minipar.prediction import on_paper
 from minipar.program import Group, Op, Program, edges, grad_output, output
 from minipar.program.shape import Shape, uniform
 from minipar.trace import terminal
@@ -175,7 +175,7 @@ def test_a_chain_has_no_branches_to_place() -> None:
     with pytest.raises(PlanError, match="place=branches: the model has none side by side"):
         Plan(pp=2, place="branches").compile(layers=4)
     with pytest.raises(MiniparError, match="memory: no formula for branchy, whose layers branch"):
-        memory_formula.per_rank(Plan.parse("pp=2"), "branchy")
+        on_paper.per_rank(Plan.parse("pp=2"), "branchy")
 
 
 def test_branchy_is_placed_branch_by_branch() -> None:

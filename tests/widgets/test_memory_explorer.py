@@ -10,7 +10,7 @@ from plotly import graph_objects
 from minipar.costs.quantities import size
 from minipar.models import table
 from minipar.models.table import PRESETS
-from minipar.prediction.memory_formula import per_rank
+from minipar.prediction.on_paper import per_rank
 from minipar.prediction.rank_memory import KINDS
 from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer

@@ -9,7 +9,7 @@ import pytest
 
 from minipar.costs.analytic import Division
 from minipar.models.sizes import Transformer, sizes
-from minipar.prediction.memory_formula import details, per_rank
+from minipar.prediction.on_paper import details, per_rank
 from minipar.prediction.rank_memory import KINDS
 from minipar.strategies.plan import Plan
 from minipar_widgets.memory_terms import Term, terms, verdict, ways_that_fit

@@ -13,7 +13,7 @@ from minipar.costs.quantities import size
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, Transformer
 from minipar.models.table import PRESETS
-from minipar.prediction import memory_formula
+from minipar.prediction import on_paper
 from minipar.prediction.rank_memory import KINDS, Detail
 from minipar.strategies.plan import Plan
 from minipar.trace.figure import MEMORY
@@ -51,7 +51,7 @@ class Choice:
     @property
     def sizes(self) -> Sizes:
         """The model. Errors: PlanError for an unknown one, and for experts that it cannot have."""
-        model = memory_formula.model_of(self.model, **self.numbers)
+        model = on_paper.model_of(self.model, **self.numbers)
         if not self.experts or not isinstance(model, Transformer):
             return model
         return replace(model, experts=self.experts, top=self.top, capacity=1.0, expert_bias=model.bias)
@@ -73,7 +73,7 @@ class Memory:
     @staticmethod
     def of(choice: Choice) -> Memory:
         one = choice
-        found = memory_formula.details(one.plan, one.sizes, one.batch, one.division)
+        found = on_paper.details(one.plan, one.sizes, one.batch, one.division)
         return Memory(choice, tuple(found))
 
     @cached_property

@@ -13,7 +13,7 @@ from minipar.costs.device import holding
 from minipar.costs.quantities import size
 from minipar.models.sizes import Sizes
 from minipar.prediction import fitting
-from minipar.prediction.memory_formula import details, per_rank
+from minipar.prediction.on_paper import details, per_rank
 from minipar.prediction.rank_memory import KINDS, Detail
 from minipar.strategies.plan import Plan
 from minipar.wording import several

@@ -10,8 +10,7 @@ from typing import Any
 from minipar import models
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
-from minipar.prediction.memory_formula import per_rank
-from minipar.prediction.on_paper import Estimate
+from minipar.prediction.on_paper import Estimate, per_rank
 from minipar.prediction.program_costs import ProgramCosts
 from minipar.prediction.simulator import simulate
 from minipar.program import Group, Instruction, Op, Program, Value
