@@ -41,6 +41,7 @@ from minipar.prediction.plan_numbers import (
     copies_of,
     kinds_of,
     own_layers,
+    placement_of,
     split_of,
 )
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Op, Program
@@ -153,12 +154,7 @@ class Detail(NamedTuple):
 
 def of_ranks(numbers: PlanNumbers, model: Sizes) -> list[Detail]:
     """The bytes of every rank of one pipeline. Ranks that share layers, and replicas, have the same."""
-    work = numbers.pipeline
-    return [
-        _detail(numbers, model, _facts(work, model, kind, rank))
-        for kind in kinds_of(numbers, model)
-        for rank in range(kind.first, kind.first + kind.alike)
-    ]
+    return [_detail(numbers, model, facts) for facts in of_kinds(numbers.pipeline, model, every=True)]
 
 
 def host_of_node(each: int, numbers: PlanNumbers, machine: Hardware) -> int:
@@ -168,12 +164,8 @@ def host_of_node(each: int, numbers: PlanNumbers, machine: Hardware) -> int:
 
 def fullest(numbers: PlanNumbers, model: Sizes) -> RankMemory:
     """The bytes of the rank that needs most."""
-    named = isinstance(numbers.bucket, tuple)  # (it names layers, so ranks with equal ones may differ)
-    facts = of_kinds(numbers.pipeline._replace(bucket=numbers.bucket) if named else numbers.pipeline, model)
-    return max((_detail(numbers, model, one).memory for one in facts), key=_total)
-
-
-_total = attrgetter("total")
+    found = (_detail(numbers, model, facts).memory for facts in of_kinds(numbers.pipeline, model))
+    return max(found, key=attrgetter("total"))
 
 
 class Facts(NamedTuple):
@@ -187,24 +179,18 @@ class Facts(NamedTuple):
     kept: ActivationSources
 
 
-def _facts(work: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Facts:
-    copies = copies_of(work)
-    held = holding(model, work.division, kind.chunks)
-    parts = _parts(work, model, kind, rank)
-    kept = _activations(work, model, parts, rank) if work.rows else ActivationSources(0, 0, 0, 0)
-    return Facts(kind, copies, parts, held, versions_of(work, rank), kept)
-
-
 @lru_cache(8192)
-def of_kinds(work: PlanNumbers, model: Sizes) -> tuple[Facts, ...]:
-    """For each kind of rank, the one in which most micro-batches are in flight."""
-    n = work
-    first = find(n.schedule).form is not None and not n.options  # (the first of alike ranks has most in flight)
-    return tuple(
-        _facts(n, model, kind, rank)
-        for kind in kinds_of(n, model)
-        for rank in range(kind.first, kind.first + (1 if first else kind.alike))
-    )
+def of_kinds(work: PlanNumbers, model: Sizes, every: bool = False) -> tuple[Facts, ...]:
+    """For each kind of rank of a pipeline, the one in which most micro-batches are in flight; or `every` rank."""
+    n, found = work, []
+    first = not every and find(n.schedule).form is not None and not n.options  # (the first of alike ranks has most)
+    for kind in kinds_of(n, model):
+        held = holding(model, n.division, kind.chunks)
+        for rank in range(kind.first, kind.first + (1 if first else kind.alike)):
+            parts = _parts(n, model, kind, rank)
+            kept = _activations(n, model, parts, rank) if n.rows else ActivationSources(0, 0, 0, 0)
+            found.append(Facts(kind, copies_of(n), parts, held, versions_of(pipeline(n))[rank], kept))
+    return tuple(found)
 
 
 def _detail(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Detail:
@@ -317,15 +303,11 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets, each)
 
 
-def versions_of(numbers: PlanNumbers, rank: int) -> int:
-    """How many versions of its weights a rank holds, counted in a program of the schedule."""
-    if find(numbers.schedule).asynchronous is None:
-        return 1
-    return _counted_versions(pipeline(numbers))[rank]
-
-
 @lru_cache(256)
-def _counted_versions(plan: Plan) -> tuple[int, ...]:
+def versions_of(plan: Plan) -> tuple[int, ...]:
+    """How many versions of its weights each rank holds, counted in a program of the schedule."""
+    if find(plan.schedule).asynchronous is None:
+        return (1,) * plan.pp
     program = plan.compile(layers=plan.pp, steps=plan.settling_steps, check=False)
     return tuple(alive(row) for row in program.ranks)
 
@@ -364,15 +346,11 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
     given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, _logits(n, model)
     budget = segments.budget_of(n.checkpoint) is not None
     flights = in_flight(pipeline(n), rank) if budget or n.checkpoint == "sqrt" else ()
-    known: dict[Any, Part] = {}
-    found = []
-    for c, chunk in enumerate(kind.chunks):
-        moves = _within(n, model)[pipeline(n).placement()[rank][c]] if budget else None
-        key = _plain(chunk, n, model), flights[c][1] if flights else 1, moves
-        if key not in known:
-            known[key] = _part(*given, *key)
-        found.append(known[key])
-    return tuple(found)
+    moves = [_within(n, model)[stage] if budget else None for stage in placement_of(n)[rank]]
+    return tuple(
+        _part(*given, _plain(chunk, n, model), flights[c][1] if flights else 1, moves[c])
+        for c, chunk in enumerate(kind.chunks)
+    )
 
 
 def _logits(numbers: PlanNumbers, model: Sizes) -> float:
