@@ -346,40 +346,29 @@ class Stage(NamedTuple):
 @lru_cache(8192)
 def stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
     """The different ranks of a pipeline (`PlanNumbers.pipeline`) in order, and how many neighbours are alike."""
-    return tuple(
-        (_stage(model, machine, n, one.kind.chunks, one.parts, one.copies), one.kind.alike)
-        for one in {one.kind: one for one in of_kinds(n, model)}.values()
-    )
-
-
-def _stage(
-    model: Sizes, machine: Hardware, n: PlanNumbers, chunks: tuple[Chunk, ...], parts: Sequence[Part], copies: int
-) -> Stage:
-    """Chunks of one rank for one micro-batch. Of stages with copies the rank has one of so many micro-batches each."""
-    selective, again = n.checkpoint == "selective", tuple(part.again for part in parts)
-    one = _added(model, machine, n.precision, n.rows, n.division, selective, chunks, copies, again)
-    return one._replace(saved=sum(part.held for part in parts))
+    given = model, machine, n.precision, n.rows, n.division, n.checkpoint == "selective"
+    kinds = {one.kind: one for one in of_kinds(n, model)}
+    return tuple((_stage(*given, kind.chunks, one.parts, one.copies), kind.alike) for kind, one in kinds.items())
 
 
 @lru_cache(8192)
-def _added(
+def _stage(
     model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, selective: bool,
-    chunks: tuple[Chunk, ...], copies: int, again: tuple[tuple[int, ...], ...],
+    chunks: tuple[Chunk, ...], parts: tuple[Part, ...], copies: int = 1,
 ) -> Stage:  # fmt: skip
-    """again   for each chunk, the layers that run forward again"""
+    """Chunks of one rank for one micro-batch. Of stages with copies the rank has one of so many micro-batches each."""
     found = works(model, machine, precision, rows, division)
     counts = [[0.0] * len(found), [0.0] * len(found)]
-    for chunk, repeated in zip(chunks, again, strict=True):
-        for count, layers in zip(counts, (range(chunk.start, chunk.stop), repeated), strict=True):
+    for chunk, part in zip(chunks, parts, strict=True):
+        for count, layers in zip(counts, (range(chunk.start, chunk.stop), part.again), strict=True):
             for layer in layers:
                 kind = layer if isinstance(model, Chain) else (layer > 0) + (layer > model.layers)
                 count[kind] += 1 / copies
     once, twice = (Work(*(sum(map(mul, count, column)) for column in zip(*found, strict=True))) for count in counts)
-    parameters, experts = parameters_of(model, division, chunks)
     return Stage(
         sum(chunk.stop - chunk.start for chunk in chunks), once,
         twice.matrix + twice.memory + twice.again + once.core * selective, twice.flops + once.core_flops * selective,
-        parameters, experts, 0.0,
+        *parameters_of(model, division, chunks), sum(part.held for part in parts),
     )  # fmt: skip
 
 
@@ -435,11 +424,11 @@ Ends = Callable[[Sequence[Times]], Sequence[float]]
 def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[Times, ...]:
     """The times of each stage. Those of a rank are `stages`, in which its chunks are added up."""
     n, axes, placement, copies = numbers, replicas_of(numbers, machine), placement_of(numbers), copies_of(numbers)
-    after = list(accumulate(split_of(n, model)))
+    after, given = list(accumulate(split_of(n, model))), (model, machine, n.precision, n.rows, n.division)
     found: dict[int, Times] = {}
     for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
         for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
-            one = _stage(model, machine, n, (chunk,), (part,), 1)
+            one = _stage(*given, n.checkpoint == "selective", (chunk,), (part,))
             summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
             times = _pace(n, machine, one, axes).times._replace(copies=summed)
             for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):

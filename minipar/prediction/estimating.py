@@ -243,24 +243,13 @@ def report(found: Estimate) -> dict[str, Any]:
     """The estimate as a dictionary for scripts. Errors: PlanError for a plan that does not fit, with what would."""
     if not found.fits:
         raise PlanError(f"plan {found.plan}: {way_out(found)}")
+    names = ("time", "low", "high", "rows", "host", "tflops_per_gpu", "mfu", "memory", "breakdown", "memory_breakdown")
     return {
-        "time": found.time,
-        "low": found.low,
-        "high": found.high,
-        "rows": found.rows,
+        **{name: getattr(found, name) for name in (*names, "plan", "note", "by")},
         "stack": found.numbers.software,
-        "host": found.host,
-        "tflops_per_gpu": found.tflops_per_gpu,
-        "mfu": found.mfu,
-        "memory": found.memory,
-        "breakdown": found.breakdown,
-        "memory_breakdown": found.memory_breakdown,
-        "plan": found.plan,
         "model": found.model.name,
         "hardware": found.machine.name,
         "devices": found.numbers.ranks,
         "batch": round(found.numbers.batch),
-        "note": found.note,
-        "by": found.by,
         "text": str(found),
     }

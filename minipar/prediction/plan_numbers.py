@@ -120,8 +120,8 @@ class PlanNumbers(NamedTuple):
 
     @property
     def pipeline(self) -> PlanNumbers:
-        """The same plan without what does not change the work of a pipeline, or what it keeps of a micro-batch. A bucket
-        stays that names layers, by which ranks differ."""
+        """The same plan without what does not change the work of a pipeline, or what it keeps of a micro-batch; with a
+        bucket that names layers, since ranks differ by it."""
         bucket = self.bucket if isinstance(self.bucket, tuple) else None
         return self._replace(stack=self.software, dp=1, zero=0, overlap=True, every=True, offload=(), bucket=bucket)
 
