@@ -16,7 +16,7 @@ most six for each device and stack, none for a row or a model. The others are gi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -105,12 +105,31 @@ REACHED: dict[tuple[str, str], Efficiency] = {
         matmul=0.577, flash=0.183, narrow=1.2, memory=0.945, beside=0.604, near=0.771
     ),
 }
-_KIN = {"a100-40gb": "a100-80gb", "b300": "b200", "gb200": "b200", "gb300": "b200", "v100": "a100-80gb"}
+# The device with the same chip, and the software that is most like a stack.
+_KIN = {
+    "a100-40gb": "a100-80gb", "b300": "b200", "gb200": "b200", "gb300": "b200", "h200": "h100", "h100-500w": "h100",
+    "v100": "a100-80gb",
+}  # fmt: skip
+_LIKE = {
+    "torch-fsdp": "torch-fsdp-compile", "torch-fsdp-compile": "torch-fsdp", "deepspeed": "torch-fsdp",
+    "megatron-2021": "megatron-core", "megatron-core": "megatron-2021",
+}  # fmt: skip
 
 
 def reached(device: str, stack: str) -> Efficiency:
-    """What a stack reaches on a device; of a pair without rows, what its nearest kin reaches, then another stack."""
-    for name in (device, _KIN.get(device, "h100"), "h100", "h100-500w", "a100-80gb"):
-        if (name, stack) in REACHED:
-            return REACHED[name, stack]
-    return Efficiency()
+    """What a stack reaches on a device.
+
+    Of a pair without rows matrix products, attention and links are as the same chip reaches them with the software that
+    is most like it, since clocks, power and cables are the device's. What is the software's is as on other devices:
+    which operators are fused (`memory`), what goes on beside computing, its short numbers, and its mixtures.
+    """
+    kin = _KIN.get(device, "h100")
+    same = [
+        REACHED[name, stack] for name in (device, kin, "h100", "h100-500w", "a100-80gb") if (name, stack) in REACHED
+    ]
+    if (device, stack) in REACHED or not same:
+        return same[0] if same else Efficiency()
+    order = ((kin, stack), (device, _LIKE[stack]), (kin, _LIKE[stack]))
+    near = next((REACHED[pair] for pair in order if pair in REACHED), same[0])
+    own = {key: getattr(same[0], key) for key in ("memory", "beside", "narrow", "routing")}
+    return replace(near, **own)
