@@ -35,6 +35,7 @@ Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -43,7 +44,7 @@ from typing import Any
 from minipar.costs.recomputation import LayerCosts
 from minipar.models import table
 from minipar.models.sizes import Chain, Sizes, Transformer, of_preset, sizes
-from minipar.models.table import GPT, Mixture, Preset, check_gpt
+from minipar.models.table import GPT, Preset, check_gpt
 from minipar.program import Group
 
 FLOAT, INTEGER = 4, 8  # bytes: FLOAT of statistics, and of logits in the paper; INTEGER of positions
@@ -158,15 +159,17 @@ def layer_costs(
 
     Errors: `PlanError` for an unknown name or number.
     """
-    if not isinstance(model, (str, Transformer, Chain)):
-        model = of_preset(replace(model, **overrides))
-    elif isinstance(model, str):
-        model = named(model, **overrides)
-    elif overrides:
-        model = replace(model, **overrides)
-    if fused is not None and isinstance(model, Transformer):
-        model = replace(model, flash=fused)
-    return costs_of(model, rows, element, division, selective)
+    chosen = _known(model, overrides)
+    if fused is not None and isinstance(chosen, Transformer):
+        chosen = replace(chosen, flash=fused)
+    return costs_of(chosen, rows, element, division, selective)
+
+
+def _known(model: Preset | Sizes | str, overrides: Mapping[str, Any]) -> Sizes:
+    if isinstance(model, str):
+        return named(model, **overrides)
+    model = replace(model, **overrides) if overrides else model
+    return model if isinstance(model, (Transformer, Chain)) else of_preset(model)
 
 
 @lru_cache(256)
@@ -326,15 +329,10 @@ def input_flops(
     no parameters: its whole backward is in the input half, and so is its forward if that runs again (`selective`). In
     GPT-2 small the input half of a block has 59 % of the operations.
     """
-    whole = layer_costs(model, rows, division=division, **overrides).backward
-    if isinstance(model, str):
-        model = table.numbers(model, **overrides) if model in table.names() else sizes(model)
-    else:
-        model = replace(model, **overrides)
-    if isinstance(model, (GPT, Mixture)):
-        model = of_preset(model)
-    if not isinstance(model, Transformer):
+    chosen = _known(model, overrides)
+    whole = costs_of(chosen, rows, FLOAT, division).backward
+    if not isinstance(chosen, Transformer):
         return tuple(flops / 2 for flops in whole)
-    core = model.core_flops * rows / division.tp / division.cp * (2 if selective else 1)
+    core = chosen.core_flops * rows / division.tp / division.cp * (2 if selective else 1)
     first, *blocks, head = (flops / 2 for flops in whole)
     return first, *(half + core for half in blocks), head
