@@ -13,7 +13,6 @@ shorter. So a receiver must know shape and dtype beforehand:
                                                              another form than the output (forms.py)
     a missing gradient, as before a detach                   a header that says so, as for a changed form; over gloo and
                                                              NCCL zeros
-    a message of one tensor, sent before with this form      the tensor alone, without these decisions
 
 The receiver finds a changed form while it reads: the header has a tag of its own, and comes where the data was
 expected. So messages of one peer are read in the order in which it sends them, whichever the rank waits for first.
@@ -74,16 +73,6 @@ class Received:
     end: Any = None
 
 
-class _Known(NamedTuple):
-    """A message of one tensor that has crossed its link before: all that sending and receiving it again needs."""
-
-    rows: int
-    tag: int
-    shape: torch.Size
-    dtype: torch.dtype
-    listed: bool  # the value is a list of this tensor, as gradients are
-
-
 Values = tuple[Value, ...]
 
 
@@ -131,7 +120,6 @@ class Links:
     emulated: bool = False
     ended: Callable[[Sequence[Any], int], Any] = lambda handles, peer: None
     forms: dict[Any, Any] = field(default_factory=dict)  # (direction, peer, kind, index, rows) -> form of the value
-    known: dict[tuple[int, Values], _Known] = field(default_factory=dict)  # by peer and message; two may get the same
     changed: bool = False  # whether some form has changed; until then, forms need not be checked again
     gradients: dict[Any, Any] = field(
         default_factory=dict
@@ -191,13 +179,6 @@ class Links:
     def send(self, message: Values, contents: list[Any], peer: int, arrival: float = 0.0) -> None:
         """Start sending; never blocks. Raises RankError if the message is not what the receiver expects."""
         queue = self.outgoing[peer]
-        known = None if self.changed else self.known.get((peer, message))
-        if known is not None and known.rows == self.rows(message[0]):
-            tensor = _only(contents[0])
-            listed = tensor is not contents[0]
-            if tensor is not None and (tensor.shape, tensor.dtype, listed) == known[2:]:
-                queue.append([self.comm.isend(laid_out(tensor), peer, known.tag)])
-                return
         here = self.present(message)
         if not here:
             notice = self._announcement(message, arrival)
@@ -230,7 +211,6 @@ class Links:
         if self.emulated:
             handles.append(isend(torch.tensor([arrival], dtype=torch.float64), peer, tag + _ARRIVAL))
         queue.append(handles)
-        self.learn(peer, message, contents)
 
     def _announcement(self, message: Values, arrival: float = 0.0) -> tuple[Tensor, int] | None:
         """What is sent in place of a message without rows, and its tag, where ranks decide as they run. They decide by
@@ -253,13 +233,6 @@ class Links:
                 "length, or use the CPUs of one machine.",
             )
         self.changed = True
-
-    def learn(self, peer: int, message: Values, contents: list[Any]) -> None:
-        """A message has crossed: remember what is needed to send or receive it again quickly."""
-        tensor = _only(contents[0]) if len(message) == 1 and not self.emulated else None
-        if tensor is not None:
-            value, listed = message[0], tensor is not contents[0]
-            self.known[peer, message] = _Known(self.rows(value), self.tag(value), tensor.shape, tensor.dtype, listed)
 
     def receive(self, message: Values, peer: int) -> tuple[list[Any], float, Any]:
         """Wait for a message that was posted before. Returns the contents of the values that travel, the time of its
@@ -319,13 +292,6 @@ class _Inbox:
         links, comm = self.links, self.links.comm
         while self.posted < self.due and self.header is None:
             message = self.order[self.posted]
-            known = None if links.changed else links.known.get((self.peer, message))
-            if known is not None and known.rows == links.rows(message[0]):
-                tensor = torch.empty(known.shape, dtype=known.dtype)
-                later = _Unposted(comm, tensor, self.peer, known.tag)
-                self.open[message] = Received([[tensor] if known.listed else tensor], (later,), None)
-                self.posted += 1
-                continue
             here = links.present(message)
             if not here:
                 self.posted += 1
@@ -339,8 +305,6 @@ class _Inbox:
                 return
             self._make(message, forms)
             self.posted += 1
-            if not comm.posts:
-                links.learn(self.peer, message, self.open[message].contents)
 
     def _make(self, message: Values, forms: list[Any]) -> Received:
         """Buffers for a message of these forms, and the receives that fill them."""
@@ -447,13 +411,6 @@ class _Inbox:
 def _known(form: Any) -> bool:
     """Whether a form is known, and need not be announced."""
     return form is not None and has_tensors(form)
-
-
-def _only(content: Any) -> Tensor | None:
-    """The tensor of a value that is one tensor, or a list of one; else None."""
-    if type(content) is list and len(content) == 1:
-        content = content[0]
-    return content if type(content) is Tensor else None
 
 
 def _encode(forms: list[tuple[int, Any]], message: Values) -> Tensor:
