@@ -160,7 +160,7 @@ INSTRUCTIONS = [
     (5, 3, "must be as Program.to_json writes it"),
     (7, 1, "stream=1 must be text"),
     (8, 0.5, "peer=0.5 must be a whole number"),
-    (9, ["a"], "group=('a',) must be a tuple of ranks"),
+    (9, ["a"], "group=('a',) must be a tuple of whole numbers"),
     (10, [["SUM", 0]], "must be as Program.to_json writes it"),
 ]
 

@@ -1,21 +1,23 @@
 """The types and ranges of a program's fields. Every reader of programs relies on them.
 
-The few fields of the program itself are checked before the walks. Most fields of instructions are not checked in
-advance: if a walk fails because a field has a wrong type, `explain` finds that field afterwards. So nothing is checked
-twice in a program that is right.
+A field has the type that its class is annotated with, and `_RULES` says what else must hold of the program's own ones.
+These are checked before the walks. Most fields of instructions are not checked in advance: if a walk fails because a
+field has a wrong type, `explain` finds that field afterwards. So nothing is checked twice in a program that is right.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minipar.errors import PlanError, ProgramError
-from minipar.program import PRECISIONS, Group, Instruction, Op, Part, Program, Value, home, version_of
+from minipar.program import PRECISIONS, Forms, Instruction, Op, Program, Value, home, version_of
 from minipar.program import edges as graphs
-from minipar.program.consistency import Local, Serving, Staleness, Synchronous
-from minipar.program.forms import Forms, is_form
+from minipar.program.consistency import Staleness, Synchronous
+from minipar.program.forms import is_form
 from minipar.program.repeated import Repeated
 from minipar.wording import several
 
@@ -27,143 +29,125 @@ STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeEr
 _MANY = 100_000  # layers, micro-batches or steps; fewer are not counted
 _MODE = re.compile(r"sync|async|ssp:[0-9]+|k-of-n:[0-9]+/[0-9]+")
 _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
+_FROM_1 = ("steps", "versions", "every")  # of a contract
+_WORDS = {int: "whole number", float: "number", str: "text", Forms: "form"}
+_PLAIN = {int: "a whole number", str: "text", bool: "True or False", NoneType: "None", Op: "one of Op"}
 
 
-def _whole(value: object, least: float = float("-inf")) -> bool:
-    """Whether this is a whole number of at least `least`."""
-    return hasattr(value, "__index__") and bool(value.__index__() >= least)
+# types ----------------------------------------------------------------------------------------------------------------
 
 
-def _wholes(value: object, least: float = float("-inf")) -> bool:
-    return type(value) is tuple and all(_whole(each, least) for each in value)
+@cache
+def hints_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The fields of a class, each with its annotated type."""
+    return tuple(get_type_hints(kind).items())
 
 
-def _tuple_of(fits: Callable[[object], bool], value: object) -> bool:
-    return type(value) is tuple and all(map(fits, value))
-
-
-def _is_row(value: object) -> bool:
-    return type(value) is tuple
-
-
-def _are_rows(value: object) -> bool:
-    return type(value) is Repeated or _tuple_of(_is_row, value)
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < float("inf")
-
-
-def _values(value: object) -> bool:
-    return type(value) in (tuple, frozenset) and all(map(_is_value, value))  # type: ignore[call-overload]
-
-
-def _sets(value: object) -> bool:
-    """Whether this is a tuple of sets of values. Ranks that do the same share one set, which is looked at once."""
-    return type(value) is tuple and all(map(_values, {id(held): held for held in value}.values()))
+@cache
+def fits(kind: Any, least: float = float("-inf")) -> Callable[[Any], bool]:
+    """Tells whether a value is of an annotated type, and the whole numbers in it are at least `least`."""
+    origin, parts = get_origin(kind), [fits(one, least) for one in get_args(kind) if one is not ...]
+    if origin is UnionType:
+        return lambda value: any(part(value) for part in parts)
+    if origin is tuple and ... not in get_args(kind):
+        return lambda value: (
+            type(value) is tuple
+            and len(value) == len(parts)
+            and all(part(one) for part, one in zip(parts, value, strict=True))
+        )
+    if origin is not None:  # (a mesh is a tuple, too)
+        return lambda value: isinstance(value, origin) and all(map(parts[0], value))
+    if kind is int:
+        return lambda value: hasattr(value, "__index__") and bool(value.__index__() >= least)
+    if kind is float:
+        return lambda value: isinstance(value, (int, float))
+    if kind is Value:
+        return _is_value
+    if kind in (str, bool, NoneType, Op):
+        return lambda value: type(value) is kind
+    own = [(name, fits(hint, least)) for name, hint in hints_of(kind)]
+    return lambda value: type(value) is kind and all(part(getattr(value, name)) for name, part in own)
 
 
 def _is_value(value: object) -> bool:
     return (
         type(value) is Value
         and type(value.kind) is str
-        and all(map(_whole, value[1:4]))
+        and all(map(fits(int), value[1:4]))
         and type(value.form) is str
         and is_form(value.form)
     )
 
 
-# the program's own fields --------------------------------------------------------------------------------------------
+def in_words(kind: Any, least: float = float("-inf")) -> str:
+    """What a value of an annotated type is, for messages."""
+    inner, since = get_args(kind), f" from {least} on" if least >= 0 and kind is int else ""
+    if get_origin(kind) is UnionType:
+        return ", or ".join(in_words(one, least) for one in inner)
+    if inner:
+        return f"a {get_origin(kind).__name__} of {_WORDS.get(inner[0]) or inner[0].__name__.lower()}s"
+    return _PLAIN.get(kind, f"a {kind.__name__}") + since
 
-Rule = tuple[Callable[[Any], bool], str]
-_AT_LEAST_0: Rule = (lambda value: _whole(value, 0), "a whole number from 0 on")
-_FLAG: Rule = (lambda value: type(value) is bool, "True or False")
-_TEXT: Rule = (lambda value: type(value) is str, "text")
 
-_OWN: dict[str, Rule] = {
-    "ranks": (lambda value: _are_rows(value), "a tuple of instructions for each rank"),
-    "layers": _AT_LEAST_0,
-    "microbatches": _AT_LEAST_0,
-    "steps": _AT_LEAST_0,
-    "receives_ahead": _AT_LEAST_0,
-    "groups": (lambda value: _tuple_of(_is_group, value), "a tuple of Group(layers, tensors, frozen)"),
-    "mesh": (lambda value: _is_mesh(value), 'axes and their sizes, such as (("dp", 2), ("pp", 1))'),
-    "state": (lambda value: _sets(value), "the set of values that each rank holds"),
-    "final": (lambda value: _sets(value), "the set of values that each rank ends with"),
-    "contract": (lambda value: _is_contract(value), "Synchronous(), Local(steps) or Staleness(bound, versions, every)"),
-    "name": _TEXT,
-    "folder": _TEXT,
-    "clip": (lambda value: value is None or _positive(value), "a positive number, or None"),
-    "precision": (lambda value: value in PRECISIONS, " or ".join(PRECISIONS)),
-    "compress": (lambda value: _is_compression(value), "none, bf16, fp16, topk:R (0 < R <= 1) or powersgd:R (R >= 1)"),
-    "room": (lambda value: value is None or _whole(value, 0), "bytes, or None"),
-    "chunks": (lambda value: _wholes(value, 0), "a tuple of sizes in bytes"),
-    "selective": _FLAG,
-    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode), or None"),
-    "in_flight": (lambda value: value is None or _whole(value, 1), "a whole number from 1 on, or None"),
-    "slices": (lambda value: _whole(value, 1) or (value != () and _wholes(value, 1)), "how many, or each one's length"),
-    "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
-    "edges": (lambda value: type(value) is tuple, "a tuple of pairs of layers"),
-    "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
-    "inputs": (lambda value: _is_inputs(value), '"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
-    "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
+# the program's own fields ---------------------------------------------------------------------------------------------
+
+
+def _anything(value: object) -> bool:
+    return True
+
+
+class Rule(NamedTuple):
+    """What must hold of a field beside its type: the `least` whole number in it, and `also` something; in words, if
+    those of its type do not say it."""
+
+    least: float = float("-inf")
+    also: Callable[[Any], bool] = _anything
+    words: str = ""
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("layers", "microbatches", "steps", "receives_ahead", "room", "chunks", "carries"), Rule(0)),
+    "groups": Rule(0, lambda groups: {part for g in groups for part in g.form.split("/")} <= {"", "S", "P"}),
+    "mesh": Rule(1, words='axes and their sizes, such as (("dp", 2), ("pp", 1))'),
+    "contract": Rule(0, lambda contract: all(getattr(contract, name, 1) != 0 for name in _FROM_1),
+                     "Synchronous(), Local(steps) or Staleness(bound, versions, every)"),
+    "edges": Rule(words="a tuple of pairs of layers"),
+    "clip": Rule(also=lambda clip: clip is None or 0 < clip < float("inf"), words="a positive number, or None"),
+    "precision": Rule(also=lambda name: name in PRECISIONS, words=" or ".join(PRECISIONS)),
+    "compress": Rule(also=lambda choice: _is_compression(choice),
+                     words="none, bf16, fp16, topk:R (0 < R <= 1) or powersgd:R (R >= 1)"),
+    "serving": Rule(1, lambda serving: serving is None or bool(_MODE.fullmatch(serving.mode)),
+                    "Serving(servers, mode), or None"),
+    "in_flight": Rule(1),
+    "slices": Rule(1, lambda slices: slices != (), "how many, or each one's length"),
+    "forms": Rule(also=lambda forms: all(is_form(form, read=True) for each in forms for form in each)),
+    "inputs": Rule(also=lambda form: not form or {*form.split("/")} <= {"R", "S0", "S1"},
+                   words='"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
 }  # fmt: skip
 
 
-def _is_group(value: object) -> bool:
-    wholes = type(value) is Group and _wholes(value.layers, 0) and _wholes(value.tensors, 0)
-    return wholes and _whole(value.frozen, 0) and _is_group_form(value.form)  # type: ignore[attr-defined]
-
-
-def _is_group_form(value: object) -> bool:
-    return type(value) is str and all(part in ("", "S", "P") for part in value.split("/"))
-
-
-def _is_inputs(value: object) -> bool:
-    return type(value) is str and (not value or all(part in ("R", "S0", "S1") for part in value.split("/")))
-
-
-def _is_forms(value: object) -> bool:
-    return type(value) is Forms and all(type(form) is str and is_form(form, read=True) for form in value)
-
-
-def _is_mesh(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_axis, value))
-
-
-def _is_axis(value: object) -> bool:
-    return type(value) is tuple and len(value) == 2 and type(value[0]) is str and _whole(value[1], 1)
-
-
-def _is_contract(value: object) -> bool:
-    if isinstance(value, Local):
-        return _whole(value.steps, 1)
-    if isinstance(value, Staleness):
-        numbers = ((value.bound, 0), (value.versions, 1), (value.every, 1))
-        return all(number is None or _whole(number, least) for number, least in numbers)
-    return type(value) is Synchronous
-
-
-def _is_compression(value: object) -> bool:
-    if type(value) is not str or not _COMPRESSED.fullmatch(value):
-        return False
+def _is_compression(choice: str) -> bool:
     try:
-        return not value.startswith("topk") or 0 < float(value.partition(":")[2]) <= 1
+        return bool(_COMPRESSED.fullmatch(choice)) and (choice[:4] != "topk" or 0 < float(choice[5:]) <= 1)
     except ValueError:
         return False
 
 
-def _is_serving(value: object) -> bool:
-    fits = isinstance(value, Serving) and _whole(value.servers, 1) and type(value.mode) is str
-    return fits and bool(_MODE.fullmatch(value.mode))  # type: ignore[attr-defined]
+def _has_type(name: str, kind: Any, value: Any, least: float) -> bool:
+    """Whether a field is of its type. Of rows only that they are rows; sets that ranks share are looked at once."""
+    if name == "ranks":
+        return type(value) is Repeated or (type(value) is tuple and all(type(row) is tuple for row in value))
+    if name in ("state", "final") and type(value) is tuple:
+        value = tuple({id(held): held for held in value}.values())
+    return fits(kind, least)(value)
 
 
 def check_types(program: Program) -> None:
     """ProgramError if a field of the program itself has a wrong type."""
-    for name, (fits, possible) in _OWN.items():
-        value = getattr(program, name)
-        if not fits(value):
-            raise ProgramError(f"{name}={shown(value)}: must be {possible}")
+    for name, kind in hints_of(Program):
+        value, rule = getattr(program, name), _RULES.get(name, Rule())
+        if not (_has_type(name, kind, value, rule.least) and rule.also(value)):
+            raise ProgramError(f"{name}={shown(value)}: must be {rule.words or in_words(kind, rule.least)}")
     if not program.chunks:
         _check_counts(program)
 
@@ -318,33 +302,14 @@ def _check_deciding(program: Program) -> None:
 
 # instructions --------------------------------------------------------------------------------------------------------
 
-_FIELDS: dict[str, Rule] = {
-    "op": (lambda value: isinstance(value, Op), "one of Op"),
-    "layers": (_wholes, "a tuple of whole numbers"),
-    "microbatch": (_whole, "a whole number"),
-    "step": (_whole, "a whole number"),
-    "reads": (lambda value: type(value) is tuple and _values(value), "a tuple of values"),
-    "writes": (lambda value: type(value) is tuple and _values(value), "a tuple of values"),
-    "frees": (lambda value: type(value) is tuple and _values(value), "a tuple of values"),
-    "stream": _TEXT,
-    "peer": (_whole, "a whole number"),
-    "group": (_wholes, "a tuple of ranks"),
-    "parts": (lambda value: _tuple_of(_is_part, value), "a tuple of Part(op, layer, bytes, start, end)"),
-    "name": _TEXT,
-}  # fmt: skip
-
-
-def _is_part(value: object) -> bool:
-    return type(value) is Part and isinstance(value.op, Op) and all(map(_whole, value[1:]))
-
 
 def check_instruction(rank: int, index: int, ins: object) -> None:
     """ProgramError if an instruction, or a field of it, has a wrong type."""
     if type(ins) is not Instruction:
         raise ProgramError(f"rank {rank} instruction {index} is {shown(ins)}: must be an Instruction")
-    for (name, (fits, possible)), value in zip(_FIELDS.items(), ins, strict=True):
-        if not fits(value):
-            raise ProgramError(f"rank {rank} instruction {index}: {name}={shown(value)} must be {possible}")
+    for (name, kind), value in zip(hints_of(Instruction), ins, strict=True):
+        if not fits(kind)(value):
+            raise ProgramError(f"rank {rank} instruction {index}: {name}={shown(value)} must be {in_words(kind)}")
 
 
 def explain(program: Program, error: Exception) -> ProgramError:
