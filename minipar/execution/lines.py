@@ -19,7 +19,7 @@ AMPNet is about).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from minipar.comm import missing
 from minipar.comm.missing import is_missing
 from minipar.execution.streams import on_host
-from minipar.execution.updating import Elements, Updated
+from minipar.execution.updating import Updated, whole_piece
 from minipar.models.nodes import Cut
 from minipar.models.tensors import count_bytes
 from minipar.program import Group
@@ -86,8 +86,9 @@ class Line:
     separate  the optimizer works on parameters of its own, though with the memory of the layers' ones
 
     owned     what the rank has of the group on its device between steps: `params`, or `part`
-    updated   what the optimizer is given of `trained`: all, or parts of a slice; see `give`
-    absent    parameters that no backward of this step has reached here, by number; None before gradients were packed
+    updated   what the optimizer is given of `trained`: all, or of a slice a part for each parameter; see `give`
+    places    what a slice consists of: elements begin to end of a parameter, from a place on
+    absent    parameters that no backward of this step has reached here, by id; None before gradients were packed
     frozen    frozen parameters of the group's layers, where they are copied together with these
     """
 
@@ -108,8 +109,8 @@ class Line:
         self.owned: Sequence[nn.Parameter] = params
         self.frozen: Sequence[nn.Parameter] = ()
         self.updated: Sequence[Updated] = ()
-        self._cuts: Sequence[tuple[int, int]] = ()  # where the parts begin and end in the slice, if there are several
-        self.divided, self.absent = False, cast("set[int] | None", None)
+        self.places: Sequence[tuple[nn.Parameter, int, int, int]] = ()
+        self.absent: set[int] | None = None
         for p in params if narrow is not None and not wide else ():
             p.data = p.data.to(narrow)
         if place is not None:
@@ -135,49 +136,32 @@ class Line:
         start = 0
         for p in self.params:
             p.data = self.flat[start : start + p.numel()].view(p.shape)
+            runs = _runs(start, p.numel(), self.size)
+            self.places = [*self.places, *((p, begin, end, at) for begin, end, k, at in runs if k == place.k)]
             start += p.numel()
         if place.scattered:
             self.flat.untyped_storage().resize_(0)
         return self.part
 
-    def give(self, names: Mapping[int, str], group_of: Mapping[str, int], divided: bool = False) -> None:
-        """Choose what the optimizer is given: of a slice one part for each run of parameters that are in one group of
-        the user's optimizer; or, `divided`, for each parameter. `names` of parameters by their id; `group_of` names in
-        the optimizer."""
-        self.divided = divided
+    def give(self, names: Mapping[int, str]) -> None:
+        """Choose what the optimizer is given. `names` of parameters by their id."""
         if self.place is None:
-            self.updated = [
-                Updated(own, (names[id(p)],), (Elements(names[id(p)], tuple(p.shape), 0, p.numel(), 0),))
-                for p, own in zip(self.params, self.trained, strict=True)
-            ]
+            pairs = zip(self.params, self.trained, strict=True)
+            self.updated = [whole_piece(names[id(p)], own) for p, own in pairs]
             return
-        (whole,) = self.trained
-        own = tuple(names[id(p)] for p in self.params)
-        runs = [Elements(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
-        if len({group_of.get(name) for name in own}) == 1 and not divided:
-            self.updated = [Updated(whole, own, tuple(runs), True)]
-            return
-        joined: list[list[Elements]] = []
-        for run in runs:
-            if joined and not divided and group_of.get(joined[-1][0].name) == group_of.get(run.name):
-                joined[-1].append(run)
-            else:
-                joined.append([run])
-        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in joined]
         self.updated = [
-            Updated(
-                nn.Parameter(whole.data[begin:end]),
-                tuple(run.name for run in some),
-                tuple(run._replace(place=run.place - begin) for run in some),
-                True,
-            )
-            for some, (begin, end) in zip(joined, self._cuts, strict=True)
+            Updated(nn.Parameter(self._part(at, end - begin)), names[id(p)], tuple(p.shape), begin, end, True)
+            for p, begin, end, at in self.places
         ]
+
+    def _part(self, at: int, count: int) -> Tensor:
+        """Elements of the slice that the optimizer works on."""
+        return self.trained[0].data[at : at + count]
 
     def pieces(self) -> Sequence[Updated]:
         """What the optimizer is given, in the memory that the slice has now."""
-        for part, (begin, end) in zip(self.updated if self._cuts else (), self._cuts, strict=True):
-            part.parameter.data = self.trained[0].data[begin:end]
+        for part, (_, begin, end, at) in zip(self.updated, self.places, strict=False):
+            part.parameter.data = self._part(at, end - begin)
         return self.updated
 
     @property
@@ -200,7 +184,8 @@ class Line:
     def copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """What the device has beside the layers' parameters, each with one of those that it belongs to."""
         if self.place is not None:
-            return [(self.part, self.params[0])]
+            parts = zip(self.updated, self.places, strict=False) if self.on_device else ()
+            return [(self.part, self.params[0]), *((part.parameter, p) for part, (p, *_) in parts)]
         return list(zip(self.trained, self.params, strict=True)) if self.on_device else []
 
     @property
@@ -230,22 +215,19 @@ class Line:
 
     def unused(self, gradient: Tensor) -> set[str]:
         """The parameters of the slice that no rank has a gradient of: a sum says that (`comm/missing.py`)."""
-        known = [run for part in self.updated for run in part.runs] if self.absent else []
-        numbers = {id(p): k for k, p in enumerate(self.params)}
-        places = zip(known, self.places() if known else (), strict=True)
         return {
-            run.name for run, (p, begin, end, at) in places
-            if numbers[id(p)] in (self.absent or ()) and is_missing(gradient[at : at + end - begin])
+            part.name for part, (p, begin, end, at) in zip(self.updated, self.places, strict=True)
+            if id(p) in (self.absent or ()) and is_missing(gradient[at : at + end - begin])
         }  # fmt: skip
 
     def take(self, gradients: Sequence[Tensor | None], unused: Container[str] = ()) -> None:
-        """Before an update: give the optimizer the gradients of what it works on, in its type; of a divided slice none
-        for the parameters that are `unused`."""
+        """Before an update: give the optimizer the gradients of what it works on, in its type; of a slice none for the
+        parameters that are `unused`."""
         for own, gradient in zip(self.trained, gradients, strict=True):
             own.grad = gradient if gradient is None or gradient.dtype is own.dtype else gradient.to(own.dtype)
-        for part, (begin, end) in zip(self.pieces() if self._cuts else (), self._cuts, strict=True):
+        for part, (_, begin, end, at) in zip(self.pieces(), self.places, strict=False):
             grad = self.trained[0].grad
-            part.parameter.grad = None if grad is None or part.names[0] in unused else grad[begin:end]
+            part.parameter.grad = None if grad is None or part.name in unused else grad[at : at + end - begin]
         self.absent = None
 
     def forget_gradients(self) -> None:
@@ -265,30 +247,19 @@ class Line:
         for p in self.params if self.place is not None else ():
             if p.numel() == 0:  # it is in no slice
                 yield Slice(names[id(p)], tuple(p.shape), 0, torch.zeros(0, dtype=self.part.dtype))
-        for piece in self.updated:
-            own = piece.parameter
+        for own, name, shape, begin, _, _ in self.updated:
             grad = torch.zeros_like(own) if own.grad is None else own.grad
-            flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-            for name, shape, begin, end, place in piece.runs:
-                yield Slice(name, shape, begin, flat[place : place + end - begin].to("cpu", copy=True))
+            yield Slice(
+                name, shape, begin, (grad.to_dense() if grad.is_sparse else grad).reshape(-1).to("cpu", copy=True)
+            )
 
     # slices ----------------------------------------------------------------------------------------------------------
-
-    def places(self) -> list[tuple[nn.Parameter, int, int, int]]:
-        """What the slice consists of: elements begin to end of a parameter, from a place on."""
-        assert self.place is not None
-        found, start = [], 0
-        for p in self.params:
-            runs = _runs(start, p.numel(), self.size)
-            found += [(p, begin, end, at) for begin, end, k, at in runs if k == self.place.k]
-            start += p.numel()
-        return found
 
     def _packed(self) -> Iterator[tuple[Tensor | None, int, int, int, int]]:
         """What the slices of the gradient consist of: elements begin to end of a flat gradient, the slice, and the
         place in it. None: for a parameter that nothing used, micro-batches without rows, and behind the end."""
         assert self.place is not None
-        absent = {k for k, p in enumerate(self.params) if p.grad is None}
+        absent = {id(p) for p in self.params if p.grad is None}
         self.absent = absent if self.absent is None else self.absent & absent
         start = 0
         for p in self.params:

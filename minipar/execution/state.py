@@ -7,10 +7,9 @@
     host param(2) ...   copies in slower tiers (copies.py)
 
 Autograd keeps the gradient of a parameter as its `.grad`, and an optimizer its own states: `contents` finds these
-there. A parameter that nothing uses has no gradient, as in plain torch (`comm/missing.py`): it does not decay. A slice
-(ZeRO) is one parameter to the optimizer until that happens to a parameter in it; from then on each has a part and a
-state of its own. Only where what is sent is the largest part of a sum (compress=topk, powersgd), an unused parameter
-has a gradient of zeros.
+there. A parameter that nothing uses has no gradient, as in plain torch (`comm/missing.py`): it does not decay. Of a
+slice (ZeRO) the optimizer has a part for each parameter. Only where what is sent is the largest part of a sum
+(compress=topk, powersgd), an unused parameter has a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class State:
         self.buckets = Buckets(row, groups, sizes, comm, program.compress, program.algorithm or None)
         steps = dict.fromkeys(ins.layers for ins in row if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
-            self.lines[g].give(names, update.group_of)
+            self.lines[g].give(names)
         age = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
         self.updates: dict[tuple[int, ...], OptimizerPart] = {
             layers: update.part([part for g in layers for part in self.lines[g].updated], age) for layers in steps
@@ -219,10 +218,7 @@ class State:
                 gradient = gradients[k]
                 if gradient is not None and is_missing(gradient):
                     gradients[k] = None
-            unused = line.unused(gradients[0]) if line.absent and gradients[0] is not None else set()
-            if unused and not line.divided:
-                self.divide(line)
-            line.take(gradients, unused)
+            line.take(gradients, line.unused(gradients[0]) if line.absent and gradients[0] is not None else ())
         for value in ins.writes if self.shown else ():
             if version_of(value) >= 0:
                 self._make_room(value, ins.frees)
@@ -239,13 +235,6 @@ class State:
         for g in ins.layers:
             for own in self.lines[g].trained:
                 own.grad = torch.zeros_like(own)
-
-    def divide(self, line: Line) -> None:
-        """Let the optimizer have a part and a state of its own for each parameter of a slice."""
-        before = line.updated
-        line.give(self.names, self.update.group_of, divided=True)
-        for part in self.updates.values():
-            part.divide(before, line.updated)
 
     def _make_room(self, value: Value, frees: Sequence[Value]) -> None:
         """Room for the next version, in the place of the newest one if nothing needs that any more."""

@@ -98,31 +98,20 @@ def forms_of(model: nn.Module) -> tuple[Form, ...]:
     return tuple(Form(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad)
 
 
-class Elements(NamedTuple):
-    """Elements `begin` to `end` of a parameter of this name and shape, from `place` on in what an optimizer updates."""
+class Updated(NamedTuple):
+    """What an optimizer of a rank updates: a parameter of the model; or, `sliced`, a flat one that has the elements
+    `begin` to `end` of the model's parameter of this name and shape."""
 
+    parameter: nn.Parameter
     name: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    place: int
-
-
-class Updated(NamedTuple):
-    """What an optimizer of a rank updates: a parameter, or a slice that has runs of several.
-
-    names   of the parameters that it stands for; a rank may have nothing of some of them
-    """
-
-    parameter: nn.Parameter
-    names: tuple[str, ...]
-    runs: tuple[Elements, ...]
     sliced: bool = False
 
 
 def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
-    shape = tuple(parameter.shape)
-    return Updated(parameter, (name,), (Elements(name, shape, 0, parameter.numel(), 0),))
+    return Updated(parameter, name, tuple(parameter.shape), 0, parameter.numel())
 
 
 @dataclass
@@ -138,28 +127,6 @@ class OptimizerPart:
         """Take the settings of the whole model's groups."""
         for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
             group.update(settings[k])
-
-    def divide(self, before: Sequence[Updated], after: Sequence[Updated]) -> None:
-        """Go on with several parts in place of one that stands for several parameters, each with its state."""
-        for whole in before:
-            places = {(run.name, run.begin): run.place for run in whole.runs}
-            parts = [(part, places.get((part.runs[0].name, part.runs[0].begin))) for part in after]
-            mine = [(part, at) for part, at in parts if at is not None]
-            for group in self.optimizer.param_groups:
-                for k, p in enumerate(group["params"]):
-                    if p is whole.parameter:
-                        group["params"][k : k + 1] = [part.parameter for part, _ in mine]
-                        if "param_names" in group:
-                            group["param_names"][k : k + 1] = [part.names[0] for part, _ in mine]
-                        break
-            state = self.optimizer.state.pop(whole.parameter, None)
-            for part, at in mine if state else ():
-                self.optimizer.state[part.parameter] = {
-                    key: value[at : at + part.parameter.numel()].clone()
-                    if isinstance(value, Tensor) and value.shape == whole.parameter.shape
-                    else _copy(value)
-                    for key, value in state.items()
-                }
 
 
 class Update:
@@ -226,14 +193,14 @@ class Update:
         before, which = dict(optimizer.state), []
         optimizer.state.clear()
         for k, group in enumerate(optimizer.param_groups):
-            mine = [piece for piece in pieces if self.group_of.get(piece.names[0]) == k]
+            mine = [piece for piece in pieces if self.group_of.get(piece.name) == k]
             group["params"][:] = [piece.parameter for piece in mine]
             if "param_names" in group:
-                group["param_names"] = [",".join(piece.names) for piece in mine]
+                group["param_names"] = [piece.name for piece in mine]
             for piece in mine:
-                state = {key: _elements(piece, key, stands, before) for key in before.get(stands[piece.names[0]], ())}
+                state = before.get(stands[piece.name])
                 if state:
-                    optimizer.state[piece.parameter] = state
+                    optimizer.state[piece.parameter] = {key: _elements(piece, value) for key, value in state.items()}
             if mine:
                 which.append(k)
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -269,19 +236,12 @@ class Update:
         return max(range(len(counts)), key=counts.__getitem__, default=0)
 
 
-def _elements(piece: Updated, key: str, stands: dict[str, nn.Parameter], before: dict[Any, Any]) -> Any:
-    """What a state begins with, of the elements of a piece."""
-    first = stands[piece.names[0]]
-    value = before[first][key]
-    if not isinstance(value, Tensor) or value.shape != first.shape or not value.dim():
+def _elements(piece: Updated, value: Any) -> Any:
+    """What a state of a whole parameter begins with, of the elements of a piece."""
+    if not isinstance(value, Tensor) or value.shape != piece.shape or not value.dim():
         return _copy(value)
-    if not piece.sliced:
-        return value.clone(memory_format=torch.preserve_format).to(piece.parameter.device)
-    found = torch.zeros(piece.parameter.shape, dtype=value.dtype)
-    for run in piece.runs:
-        whole = before[stands[run.name]][key].reshape(-1)
-        found[run.place : run.place + run.end - run.begin] = whole[run.begin : run.end]
-    return found.to(piece.parameter.device)
+    mine = value.reshape(-1)[piece.begin : piece.end] if piece.sliced else value
+    return mine.clone(memory_format=torch.preserve_format).to(piece.parameter.device)
 
 
 def _copy(value: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from minipar.prediction.recorded import Back, GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
 from minipar.prediction.split_backward import input_half, weight_half
@@ -451,7 +452,7 @@ class Walk:
         self._sent(ins, *messages)
 
     def _workspace(self, groups: Sequence[int]) -> int:
-        """Temporary memory of a STEP over some groups. The slices of sharded groups are parameters of their own.
+        """Temporary memory of a STEP over some groups. Of a slice each parameter has a part.
 
         With precision=bf16 the tapes were recorded in bfloat16, but STEP works in float32, and makes float32 copies of
         whole gradients.
@@ -459,11 +460,24 @@ class Walk:
         shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
         others = [g for g in groups if g not in shards]
         whole = self.tapes.workspace.of(others)
-        slices = max([1, *(len(self.program.slicing(g, self.rank)) for g in shards)])
-        sliced = self.tapes.flat_workspace.of(shards) // slices
+        sliced = self._of_slices(shards)
         if not self.program.narrow:
             return max(whole, sliced)
         return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)
+
+    def _of_slices(self, groups: Sequence[int]) -> int:
+        """Temporary memory of a STEP over this rank's slices: that of the largest part, if the optimizer goes from part
+        to part, and what is left of the part before."""
+        flat, parts = self.tapes.flat_workspace, [0.0]
+        for g in groups:
+            tensors, ranks = self.program.groups[g].tensors, self.program.slicing(g, self.rank)
+            size = -(-sum(tensors) // len(ranks))
+            begin, start = ranks.index(self.rank) * size, 0
+            for tensor in tensors:
+                mine = min(start + tensor, begin + size) - max(start, begin)
+                parts += [flat.groups[g] * mine / sum(tensors)] if mine > 0 else []
+                start += tensor
+        return round(sum(parts) if flat.together else max(b + flat.left * a for a, b in pairwise([*parts, 0.0])))
 
     def other(self, ins: Instruction) -> None:
         """Any other instruction: what it writes is allocated."""

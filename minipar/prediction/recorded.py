@@ -87,15 +87,25 @@ class Workspace(NamedTuple):
     pairs: dict[tuple[int, int], int]
     all_groups: int
 
+    @property
+    def together(self) -> bool:
+        """Whether the optimizer takes all parameters together."""
+        return self.all_groups > max((*self.groups, *self.pairs.values()), default=0)
+
+    @property
+    def left(self) -> float:
+        """If it goes from one to the next, which part of a parameter's memory it still holds at the next one."""
+        longer = [(g, h) for (g, h), both in self.pairs.items() if both > max(self.groups[g], self.groups[h])]
+        return max(((self.pairs[g, h] - self.groups[h]) / self.groups[g] for g, h in longer), default=0.0)
+
     def of(self, groups: Sequence[int]) -> int:
         """Bytes for a step over some groups.
 
         An optimizer that goes from parameter to parameter still holds what it made for the parameter before, so pairs
         of neighbours are enough. An optimizer that takes all parameters together needs the sum.
         """
-        mine = [self.groups[g] for g in groups]
-        whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
-        if self.all_groups > largest:
+        mine, whole = [self.groups[g] for g in groups], sum(self.groups)
+        if self.together:
             return round(self.all_groups * sum(mine) / whole) if whole else 0
         neighbours = pairwise(g for g in groups if self.groups[g])
         return max((*mine, *(self.pairs.get(pair, 0) for pair in neighbours)), default=0)

@@ -23,7 +23,7 @@ from minipar.execution.lines import Slice
 from minipar.execution.saving.contents import elements_of, restore_pieces
 from minipar.execution.saving.folder import Saved
 from minipar.execution.saving.storage import Reading
-from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
+from minipar.execution.updating import Form, Optimizer, Scheduler, Update, Updated
 from minipar.program.server_rule import SYNC, Mode
 from minipar.strategies.shares import GRAIN, Piece, cut
 
@@ -164,8 +164,7 @@ class Shard:
             begin = piece.start // key.dtype.itemsize
             own.data.copy_(values[piece.tensor].detach().reshape(-1)[begin : begin + own.numel()])
             self.parameters[piece.tensor] = own
-            elements = Elements(key.name, key.shape, begin, begin + own.numel(), 0)
-            self.updated.append(Updated(own, (key.name,), (elements,), True))
+            self.updated.append(Updated(own, key.name, key.shape, begin, begin + own.numel(), True))
         update = Update(optimizer, forms or self.keys, scheduler)
         self.part, self.schedule, self.updates = update.part(self.updated), update.schedule, 0
         self.optimizer = self.part.optimizer

@@ -103,9 +103,9 @@ def collect(executor: Executor, outline: Outline, served: bool = False) -> Itera
             "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
     for piece, form in held(executor):
-        if not program.is_first(rank, form, "S") or (served and piece.parameter.requires_grad and piece.runs[0].end):
+        if not program.is_first(rank, form, "S") or (served and piece.parameter.requires_grad and piece.end):
             continue  # (ranks that share layers have the same of what they have whole)
-        holders = [rank] if piece.sliced else _holders(executor, outline.layers_of[piece.names[0]])
+        holders = [rank] if piece.sliced else _holders(executor, outline.layers_of[piece.name])
         k, n = holders.index(rank), 1 if served else len(holders)
         for mine in elements_of(piece, kept.get(id(piece.parameter), {})):
             for part in _share(mine, k, n):
@@ -140,16 +140,14 @@ def parameter_of(key: str) -> str:
 
 
 def elements_of(piece: Updated, kept: dict[str, Any]) -> Iterator[Slice]:
-    """What a piece has of its parameters, and what the optimizer keeps of that: `kept`."""
-    flat, form = piece.parameter.detach().reshape(-1), piece.parameter.shape
-    for name, shape, begin, end, place in piece.runs:
-        here = slice(place, place + end - begin)
-        yield Slice(f"parameters/{name}", shape, begin, flat[here])
-        for key, values, number in _states(name, kept):
-            if values.shape == form and not number:
-                yield Slice(key, shape, begin, values.reshape(-1)[here])
-            elif begin == 0:
-                yield Slice(key, tuple(values.shape), 0, values.reshape(-1), number)
+    """What a piece has of its parameter, and what the optimizer keeps of that: `kept`."""
+    own, name, shape, begin, _, _ = piece
+    yield Slice(f"parameters/{name}", shape, begin, own.detach().reshape(-1))
+    for key, values, number in _states(name, kept):
+        if values.shape == own.shape and not number:
+            yield Slice(key, shape, begin, values.reshape(-1))
+        elif begin == 0:
+            yield Slice(key, tuple(values.shape), 0, values.reshape(-1), number)
 
 
 def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -206,9 +204,6 @@ def restore(executor: Executor, outline: Outline, source: Reading) -> None:
     later = {id(p) for line in updated if line.place is None or line.place.scattered for p in line.params}
     layers = [(layer, outline.prefixes[l]) for l, layer in executor.compute.layers.items()]
     restore_layers(layers, executor.names, source, lambda p: id(p) not in later)
-    for line in updated:
-        if line.place is not None and not all(_alike(source, piece) for piece in line.updated):
-            state.divide(line)
     restore_pieces([piece for line in updated for piece in line.pieces()], list(state.optimizers.values()), source)
     for line in updated:
         for own, other in zip(line.owned, line.trained, strict=True):  # (the optimizer may work on copies)
@@ -233,8 +228,7 @@ def restore_layers(
 def restore_pieces(pieces: Sequence[Updated], optimizers: Sequence[torch.optim.Optimizer], source: Reading) -> None:
     """Give what optimizers update, and the optimizers themselves, what was saved of it."""
     source.fill({
-        (f"parameters/{name}", begin): piece.parameter.data.view(-1)[place : place + end - begin]
-        for piece in pieces for name, _, begin, end, place in piece.runs
+        (f"parameters/{piece.name}", piece.begin): piece.parameter.data.view(-1) for piece in pieces
     })  # fmt: skip
     own = {id(piece.parameter): piece for piece in pieces}
     for optimizer in optimizers:
@@ -282,35 +276,21 @@ def _state(source: Reading, key: str) -> Any:
 
 
 def _found_of(source: Reading, piece: Updated) -> dict[str, Any]:
-    """The states of what an optimizer updates: elements of its parameters' states, and numbers that they have in
-    common."""
+    """The states of what an optimizer updates: those of its parameter, or elements of them."""
     found: dict[str, Any] = {}
-    wanted: dict[tuple[str, int], Tensor] = {}
-    for name, shape, begin, end, place in piece.runs:
-        for state in source.states(name):
-            key = f"optimizer/{state}/{name}"
-            saved, dtype, number = source.form(key)
-            if number or state in source.scalars() or (saved != shape and not piece.sliced):
-                found.setdefault(state, _state(source, key))
-            elif saved != shape:
-                raise SaveError(
-                    f"optimizer state {state!r} of {name} has shape {saved}, and cannot be sliced; go on with zero=0"
-                )
-            else:
-                whole = found.setdefault(state, torch.zeros(piece.parameter.shape, dtype=dtype))
-                wanted[key, begin] = whole.view(-1)[place : place + end - begin]
-    source.fill(wanted)
+    for state in source.states(piece.name):
+        key = f"optimizer/{state}/{piece.name}"
+        saved, dtype, number = source.form(key)
+        if number or state in source.scalars() or (saved != piece.shape and not piece.sliced):
+            found[state] = _state(source, key)
+        elif saved != piece.shape:
+            raise SaveError(
+                f"optimizer state {state!r} of {piece.name} has shape {saved}, and cannot be sliced; go on with zero=0"
+            )
+        else:
+            found[state] = torch.zeros(piece.parameter.shape, dtype=dtype)
+            source.fill({(key, piece.begin): found[state].view(-1)})
     return found
-
-
-def _alike(source: Reading, part: Updated) -> bool:
-    """Whether the parameters of a slice have the same states, as after the same number of updates."""
-    names = {run.name for run in part.runs}
-    states = {tuple(sorted(source.states(name))) for name in names}
-    return len(states) < 2 and all(
-        len({float(read_one(source, f"optimizer/{each}/{name}")) for name in names}) == 1
-        for each in (next(iter(states)) if states else ()) if each in source.scalars()
-    )  # fmt: skip
 
 
 def _give(optimizer: torch.optim.Optimizer, p: Tensor, settings: dict[str, Any], found: dict[str, Any]) -> None:
