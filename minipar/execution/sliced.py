@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
 
 
-def cut(value: Any, slices: int | tuple[int, ...], j: int) -> Any:
-    """The tokens of slice j of every tensor (rows, tokens, ...) inside a value. Errors: PlanError if it has none."""
-    return take_tokens(value, token_ranges(slices, count_tokens([value]))[j])
-
-
 def count_tokens(values: Iterable[Any]) -> int:
     """How many tokens a row has: the size of dimension 1, which is the same in all tensors inside these values."""
     shapes = [tuple(t.shape) for value in values for t in tensors(value)]
@@ -45,22 +40,10 @@ def count_tokens(values: Iterable[Any]) -> int:
     return counts.pop()
 
 
-def share(y: Any, slices: int | tuple[int, ...], j: int) -> float:
-    """The part of a row's tokens that slice j has."""
-    tokens = count_tokens([y])
-    return len(token_ranges(slices, tokens)[j]) / tokens
-
-
 def ranges_of(plan: Plan, shape: Shape, values: Iterable[Any]) -> list[range]:
     """The tokens of a plan's slices in these inputs and targets. Errors: PlanError if it cannot cut them."""
     check_causal(plan, shape)
     return token_ranges(plan.cut, count_tokens(values))
-
-
-def tokens_in(value: Any) -> int:
-    """The number of tokens in a slice's value: dimension 1 of its first tensor."""
-    first = tensors(value)[0]
-    return first.shape[1]
 
 
 class OneSlice:
@@ -76,14 +59,6 @@ class OneSlice:
         output, after = self.layer(x, self.start, self.given)
         self.handed_on = after if self.more else None
         return output
-
-    @property
-    def beside(self) -> Any:
-        return self.given, self.handed_on
-
-    def sizes(self, known: Any) -> tuple[int, int]:
-        """Bytes of the tensors for the next slice, and of their gradients; `known` tensors are counted elsewhere."""
-        return carry_sizes(self.handed_on, known)
 
 
 def carry_sizes(handed_on: Any, known: Any) -> tuple[int, int]:
@@ -104,10 +79,7 @@ class _Flow(NamedTuple):
 
 
 class SequenceState:
-    """The slices of sequences on a rank, and what its layers carry from each one to the next.
-
-    count   slices of a sequence; of a program that cuts none it is 1, and a micro-batch is its own only slice
-    """
+    """The slices of sequences on a rank, `count` of each, and what its layers carry from each one to the next."""
 
     def __init__(self, program: Program) -> None:
         self.slices, self.count, self.carries = program.slices, program.slice_count, frozenset(program.carries)
@@ -116,22 +88,27 @@ class SequenceState:
         self.flows: dict[tuple[int, int, int], _Flow] = {}
 
     def cut(self, value: Any, ins: Instruction) -> Any:
-        """The tokens that an instruction works on, of inputs or targets of a micro-batch."""
-        return value if self.count == 1 else cut(value, self.slices, ins.microbatch % self.count)
+        """The tokens that an instruction works on, of inputs or targets of a micro-batch: of every tensor (rows,
+        tokens, ...). PlanError if it has none."""
+        return take_tokens(value, self._tokens(value, ins)[0])
 
     def share(self, y: Any, ins: Instruction) -> float:
         """The part of a row's tokens that an instruction works on."""
-        return 1.0 if self.count == 1 else share(y, self.slices, ins.microbatch % self.count)
+        mine, count = self._tokens(y, ins)
+        return len(mine) / count
+
+    def _tokens(self, value: Any, ins: Instruction) -> tuple[range, int]:
+        """The tokens of an instruction's slice, and how many a row has."""
+        count = count_tokens([value])
+        return token_ranges(self.slices, count)[ins.microbatch % self.count], count
 
     def start(self, ins: Instruction, value: Any, layer: nn.Module) -> int:
         """The first token of a slice whose input is `value`; the next slice begins where it ends. A layer that ranks
         share knows where: of the values between its nodes not all have tokens in dimension 1."""
-        if self.count == 1:
-            return 0
         if isinstance(layer, SlicedNode):
             return layer.starts[ins.microbatch % self.count]
         start = self.starts.get((ins.microbatch, ins.step), 0) if ins.microbatch % self.count else 0
-        self.starts[ins.microbatch + 1, ins.step] = start + tokens_in(value)
+        self.starts[ins.microbatch + 1, ins.step] = start + tensors(value)[0].shape[1]
         return start
 
     def arriving(

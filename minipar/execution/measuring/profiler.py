@@ -237,7 +237,8 @@ def _warmed_up(
                 layer, partial(_forward, layer, part, final), given, partial(_kept_anyway, target, part)
             )
         if part is not None:
-            carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
+            known = [*tensors(given), *layer.parameters(), *layer.buffers()]
+            carry, gradient = sliced.carry_sizes(part.handed_on, known)
             weights = weights._replace(carry=carry, grad_carry=gradient)
             visit.carried = detach(part.handed_on)
         # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
@@ -272,7 +273,7 @@ def _forward(layer: nn.Module, part: sliced.OneSlice | None, loss: Loss | None, 
 
 def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
-    return [*tensors(target), *(tensors(part.beside) if part else ())]
+    return [*tensors(target), *(tensors((part.given, part.handed_on)) if part else ())]
 
 
 def _time_run(run: list[_Measured], repeats: int, clock: Clock, halves: bool) -> list[dict[str, Any]]:
