@@ -150,7 +150,7 @@ class Line:
             self.updated = [whole_piece(names[id(p)], own) for p, own in pairs]
             return
         self.updated = [
-            Updated(nn.Parameter(self._part(at, end - begin)), names[id(p)], tuple(p.shape), begin, end, True)
+            Updated(nn.Parameter(self._part(at, end - begin)), names[id(p)], tuple(p.shape), begin, True)
             for p, begin, end, at in self.places
         ]
 
@@ -247,7 +247,7 @@ class Line:
         for p in self.params if self.place is not None else ():
             if p.numel() == 0:  # it is in no slice
                 yield Slice(names[id(p)], tuple(p.shape), 0, torch.zeros(0, dtype=self.part.dtype))
-        for own, name, shape, begin, _, _ in self.updated:
+        for own, name, shape, begin, _ in self.updated:
             grad = torch.zeros_like(own) if own.grad is None else own.grad
             yield Slice(
                 name, shape, begin, (grad.to_dense() if grad.is_sparse else grad).reshape(-1).to("cpu", copy=True)

@@ -100,18 +100,17 @@ def forms_of(model: nn.Module) -> tuple[Form, ...]:
 
 class Updated(NamedTuple):
     """What an optimizer of a rank updates: a parameter of the model; or, `sliced`, a flat one that has the elements
-    `begin` to `end` of the model's parameter of this name and shape."""
+    from `begin` on of the model's parameter of this name and shape."""
 
     parameter: nn.Parameter
     name: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    begin: int = 0
     sliced: bool = False
 
 
 def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
-    return Updated(parameter, name, tuple(parameter.shape), 0, parameter.numel())
+    return Updated(parameter, name, tuple(parameter.shape))
 
 
 @dataclass
@@ -240,7 +239,7 @@ def _elements(piece: Updated, value: Any) -> Any:
     """What a state of a whole parameter begins with, of the elements of a piece."""
     if not isinstance(value, Tensor) or value.shape != piece.shape or not value.dim():
         return _copy(value)
-    mine = value.reshape(-1)[piece.begin : piece.end] if piece.sliced else value
+    mine = value.reshape(-1)[piece.begin :][: piece.parameter.numel()] if piece.sliced else value
     return mine.clone(memory_format=torch.preserve_format).to(piece.parameter.device)
 
 

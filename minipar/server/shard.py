@@ -164,7 +164,7 @@ class Shard:
             begin = piece.start // key.dtype.itemsize
             own.data.copy_(values[piece.tensor].detach().reshape(-1)[begin : begin + own.numel()])
             self.parameters[piece.tensor] = own
-            self.updated.append(Updated(own, key.name, key.shape, begin, begin + own.numel(), True))
+            self.updated.append(Updated(own, key.name, key.shape, begin, True))
         update = Update(optimizer, forms or self.keys, scheduler)
         self.part, self.schedule, self.updates = update.part(self.updated), update.schedule, 0
         self.optimizer = self.part.optimizer

@@ -103,7 +103,9 @@ def collect(executor: Executor, outline: Outline, served: bool = False) -> Itera
             "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
     for piece, form in held(executor):
-        if not program.is_first(rank, form, "S") or (served and piece.parameter.requires_grad and piece.end):
+        if not program.is_first(rank, form, "S") or (
+            served and piece.parameter.requires_grad and piece.parameter.numel()
+        ):
             continue  # (ranks that share layers have the same of what they have whole)
         holders = [rank] if piece.sliced else _holders(executor, outline.layers_of[piece.name])
         k, n = holders.index(rank), 1 if served else len(holders)
@@ -141,7 +143,7 @@ def parameter_of(key: str) -> str:
 
 def elements_of(piece: Updated, kept: dict[str, Any]) -> Iterator[Slice]:
     """What a piece has of its parameter, and what the optimizer keeps of that: `kept`."""
-    own, name, shape, begin, _, _ = piece
+    own, name, shape, begin, _ = piece
     yield Slice(f"parameters/{name}", shape, begin, own.detach().reshape(-1))
     for key, values, number in _states(name, kept):
         if values.shape == own.shape and not number:
