@@ -46,15 +46,18 @@ def ranges_of(plan: Plan, shape: Shape, values: Iterable[Any]) -> list[range]:
     return token_ranges(plan.cut, count_tokens(values))
 
 
-class OneSlice:
-    """A layer on one slice of sequences, as a function of its input, so that it can be measured by itself."""
+class Alone:
+    """A layer as a function of its input, to be measured by itself: on whole sequences, or (`start`) on a slice of
+    them, with what the slice before has carried on. `handed_on`: what it carries on itself, if there is `more`."""
 
-    def __init__(self, layer: nn.Module, start: int, before: Any, more: bool, trains: bool) -> None:
+    def __init__(self, layer: nn.Module, start: int | None, before: Any, more: bool, trains: bool) -> None:
         self.layer, self.start, self.before, self.more, self.trains = layer, start, before, more, trains
         self.given: Any = None
         self.handed_on: Any = None
 
     def __call__(self, x: Any) -> Any:
+        if self.start is None:
+            return self.layer(x)
         self.given = detach(self.before, self.trains)
         output, after = self.layer(x, self.start, self.given)
         self.handed_on = after if self.more else None

@@ -150,6 +150,7 @@ class _Measured:
     """One layer under measurement: a copy of it, its input, the loss if it is the last, and what was found so far."""
 
     layer: nn.Module
+    run: sliced.Alone
     title: str  # in errors
     value: Any
     loss: Loss | None
@@ -159,13 +160,12 @@ class _Measured:
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
-    slice: sliced.OneSlice | None = None
 
     def forward(self, clock: Clock) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        _, ends = _forward(self.layer, self.slice, self.loss, given_to(self.layer, given))
+        _, ends = _forward(self.run, self.loss, given_to(self.layer, given))
         self.seconds["forward"].append(clock() - start)
         return given, ends
 
@@ -221,26 +221,22 @@ def _warmed_up(
         layer, value, target = layer.to(places[l]), _on(places[l], value), _on(places[l], target)
     final = partial(of_output, loss, target) if visit.last else None
     given = detach(value, l > first)
-    part = None
-    if visit.start is not None:
-        part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= first)
+    run = sliced.Alone(layer, visit.start, visit.carried, visit.more, l >= first)
     title = naming_layers.title(l, layer, names) + " or the loss" * visit.last
     counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(count)]
     with _naming(title, given):
-        if find_overwriting(layer, given, part):
+        if find_overwriting(layer, given, run):
             raise PlanError(
                 f"{naming_layers.title(l, layer, names)}: changes a tensor of its input in place, with which another "
                 "one shares memory, as a view does; between layers each is sent by itself. Possible is clone() before"
             )
         with counters[0] if counters else nullcontext():
-            output, ends, weights = weigh(
-                layer, partial(_forward, layer, part, final), given, partial(_kept_anyway, target, part)
-            )
-        if part is not None:
-            known = [*tensors(given), *layer.parameters(), *layer.buffers()]
-            carry, gradient = sliced.carry_sizes(part.handed_on, known)
-            weights = weights._replace(carry=carry, grad_carry=gradient)
-            visit.carried = detach(part.handed_on)
+            kept = partial(_kept_anyway, target, run)
+            output, ends, weights = weigh(layer, partial(_forward, run, final), given, kept)
+        known = [*tensors(given), *layer.parameters(), *layer.buffers()]
+        carry, gradient = sliced.carry_sizes(run.handed_on, known)
+        weights = weights._replace(carry=carry, grad_carry=gradient)
+        visit.carried = detach(run.handed_on)
         # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
         # which the timed ones add to, as all micro-batches but one do.
         with counters[1] if counters else nullcontext():
@@ -249,7 +245,7 @@ def _warmed_up(
     visit.output = detach(output)
     counted = tuple(counter.get_total_flops() for counter in counters)
     before = count_bytes(value) if l else 0
-    return _Measured(layer, title, value, final, l > first, weights, counted, before, defaultdict(list), slice=part)
+    return _Measured(layer, run, title, value, final, l > first, weights, counted, before, defaultdict(list))
 
 
 @contextmanager
@@ -263,17 +259,17 @@ def _naming(title: str, given: Any) -> Iterator[None]:
         raise naming_layers.raised(title, error, "in the profile, before the run", given) from error
 
 
-def _forward(layer: nn.Module, part: sliced.OneSlice | None, loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
+def _forward(run: sliced.Alone, loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
     """A layer's output, and the tensors that a backward starts from: the loss, or what can have a gradient; of a slice
     also what it hands on."""
-    output = (part or layer)(given)
+    output = run(given)
     ends = [loss(output)] if loss else differentiable(output)
-    return output, [end for end in ends + differentiable(part and part.handed_on) if end.requires_grad]
+    return output, [end for end in ends + differentiable(run.handed_on) if end.requires_grad]
 
 
-def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
+def _kept_anyway(target: Any, run: sliced.Alone) -> list[Tensor]:
     """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
-    return [*tensors(target), *(tensors((part.given, part.handed_on)) if part else ())]
+    return tensors((target, run.given, run.handed_on))
 
 
 def _time_run(run: list[_Measured], repeats: int, clock: Clock, halves: bool) -> list[dict[str, Any]]:

@@ -141,10 +141,10 @@ def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bo
         with recorder:
             output = run(given_to(layer, given))
             recorder.role(output, "output")
-            recorder.role(_carried(run), "carry")
+            recorder.role(run.handed_on, "carry")
             del given
         plain = recorder.take()
-        visit.output, visit.carried = map_tensors(output, torch.clone), map_tensors(_carried(run), torch.clone)
+        visit.output, visit.carried = map_tensors(output, torch.clone), map_tensors(run.handed_on, torch.clone)
         del output, run
     if visit.number < first:
         return LayerTape(plain)
@@ -182,20 +182,13 @@ class _Lying:
         )
 
 
-def _runner(layer: nn.Module, visit: Visit, before: Any, recorder: _Recorder, trains: bool) -> Any:
+def _runner(layer: nn.Module, visit: Visit, before: Any, recorder: _Recorder, trains: bool) -> sliced.Alone:
     """The layer as a function of its input. For a slice it also takes the carry before, which somebody else holds."""
-    if visit.start is None:
-        return layer
     before = map_tensors(before, lambda t: t.detach().clone())
     for tensor in tensors(before):
         recorder.register(tensor, "carried")
     recorder.take()
-    return sliced.OneSlice(layer, visit.start, before, visit.more, trains)
-
-
-def _carried(run: Any) -> Any:
-    """What a layer carries on to the next slice."""
-    return run.handed_on if isinstance(run, sliced.OneSlice) else None
+    return sliced.Alone(layer, visit.start, before, visit.more, trains)
 
 
 def _with_graph(
@@ -209,12 +202,11 @@ def _with_graph(
     inner = visit.number > first  # (a gradient of its input is wanted)
     recorder, given = _given(visit, (root, arrived.__setitem__) if inner else None)
     run = _runner(layer, visit, before, recorder, True)
-    leaves: list[Tensor] = []
     with recorder:
         output = run(given_to(layer, given))
         end = final(output) if final else None
         recorder.role(output, "output")
-        recorder.role(_carried(run), "carry")
+        recorder.role(run.handed_on, "carry")
         recorder.name_the_rest("saved")
         forward = recorder.take()
         lying = _Lying(recorder, [recorder.held_by(tensor) for tensor in tensors(given)], tensors(output))
@@ -227,13 +219,12 @@ def _with_graph(
             seeds.extend(map(recorder.held_by, seeding))
 
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
-        more = [t for t in differentiable(_carried(run)) if t.requires_grad]
+        more = [t for t in differentiable(run.handed_on) if t.requires_grad]
         carries = bool(more)
         last = [end] if end is not None else [_Sink.apply(seeded, *ends)]
         last += [_Sink.apply(lambda seeding: recorder.role(seeding, "grad_carried"), *more)] if more else []
         recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
-        if isinstance(run, sliced.OneSlice):
-            leaves, run.handed_on = differentiable(run.given), None
+        leaves, run.handed_on = differentiable(run.given), None
         recorder.take()
         del output, ends, given, end, more
         freed_first = recorder.take()  # what is freed now was not held by the graph
