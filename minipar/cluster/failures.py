@@ -203,13 +203,21 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
     note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])
-    error = None if _is_of_engine(root.remote) else _rebuild(root.remote)
-    if error is None:
-        return RankError(root.line, note)
+    return rebuilt(None if _is_of_engine(root.remote) else root.remote.pickled, root.line, note)
+
+
+def rebuilt(pickled: bytes | None, line: str, note: str) -> Exception:
+    """An exception of another process, with a note; where it cannot be loaded, a RankError that says this line."""
+    error: object = None
+    if pickled is not None:
+        with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than Exception's
+            error = cloudpickle.loads(pickled)
+    if not isinstance(error, Exception) or _text(error) is None:
+        return RankError(line, note)
     if hasattr(error, "add_note"):  # Python 3.11 and later
         error.add_note(note)
     else:
-        error.__cause__ = RankError(root.line, note)
+        error.__cause__ = RankError(line, note)
     return error
 
 
@@ -289,13 +297,3 @@ def place(remote: Remote) -> str:
 
 def _was(ranks: list[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
-
-
-def _rebuild(remote: Remote) -> Exception | None:
-    if remote.pickled is None:
-        return None
-    try:
-        error = cloudpickle.loads(remote.pickled)
-    except Exception:  # such as of a class whose __init__ takes other arguments than it gives to Exception
-        return None
-    return error if isinstance(error, Exception) and _text(error) is not None else None

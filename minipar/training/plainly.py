@@ -13,7 +13,6 @@ waits for it, and ends when the driver ends.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import os
 import signal
@@ -25,11 +24,11 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor
 
 from minipar.cluster import launch, light_torch, parcel
+from minipar.cluster.failures import rebuilt
 from minipar.cluster.processes import describe_status
 from minipar.errors import RankDied, RankError
 from minipar.execution.execution import Job
@@ -206,7 +205,9 @@ class Plain:
                 continue
             self.asked = False
             if kind == "error":
-                raise _error(*rest)
+                name, message, text, pickled = rest
+                note = f"raised in plain torch, in a process of its own:\n{text.rstrip()}"
+                raise rebuilt(pickled, f"plain torch, in a process of its own, raised {name}: {message}", note)
             return Reference(**torch.load(io.BytesIO(rest[0]), weights_only=True))
 
     def end(self) -> int:
@@ -256,22 +257,6 @@ def _end_all() -> None:
     found = _processes.pop(os.getpid(), None)
     if found is not None:
         found.end()
-
-
-def _error(name: str, message: str, text: str, data: bytes | None) -> Exception:
-    """What the user's code raised there, with its traceback as a note."""
-    error: Any = None
-    if data is not None:
-        with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than Exception's
-            error = cloudpickle.loads(data)
-    note = f"raised in plain torch, in a process of its own:\n{text.rstrip()}"
-    if not isinstance(error, Exception):
-        return RankError(f"plain torch, in a process of its own, raised {name}: {message}", note)
-    if hasattr(error, "add_note"):  # Python 3.11 and later
-        error.add_note(note)
-    else:
-        error.__cause__ = RankError(f"plain torch raised {name}: {message}", note)
-    return error
 
 
 def _pickled(task: Mapping[str, Any]) -> bytes:
