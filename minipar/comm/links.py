@@ -69,7 +69,7 @@ class Received:
     contents: list[Any]
     handles: Sequence[Handle | _Unposted]
     arrival: Tensor | None
-    forms: list[Any] | None = None  # of the contents; None: as they always were
+    forms: list[Any] | None = None  # of the contents; None: nothing travels
     end: Any = None
 
 
