@@ -5,8 +5,8 @@
 
 So a recomputation repeats the forward exactly, and counts nothing twice. The runs of a layer show which buffers
 change; the others are not copied after the first run. (Norms write their running statistics without changing a tensor's
-version, so these always count as changing.) Numbers that are plain attributes are kept as well, such as `self.calls`;
-changes of lists and other objects are not seen: use `register_buffer`.
+version, so these always count as changing.) Numbers and tensors that are plain attributes are kept as well, such as
+`self.calls` and `self.hidden`; changes of lists and other objects are not seen: use `register_buffer`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ MicrobatchRun = tuple[int, int]  # micro-batch, step
 
 
 class _Buffer(NamedTuple):
-    """A buffer's module and name."""
+    """A buffer's module and name, or those of a tensor that is a plain attribute."""
 
     module: nn.Module
     name: str
+    plain: bool = False
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return vars(self.module) if self.plain else self.module._buffers
 
     def now(self) -> Tensor | None:
-        return self.module._buffers.get(self.name)
+        found = self.table.get(self.name)
+        return found if isinstance(found, Tensor) else None
 
 
 class Remembered:
@@ -43,6 +49,12 @@ class Remembered:
         self._generators: list[Any] = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
         self._generators += [g for g in randomness.dice_of(layer) if not randomness.is_global(g)]
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "minipar."))]
+        self._places += [
+            _Buffer(m, name, plain=True)
+            for m in own
+            for name, v in vars(m).items()
+            if v is None or isinstance(v, Tensor)
+        ]
         self._numbers = [
             (m, key) for m in own for key, v in vars(m).items() if isinstance(v, (int, float)) and key != "training"
         ]
@@ -50,7 +62,7 @@ class Remembered:
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
         }
         self._first = True
-        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor], list[Any], list[Any]]] = {}
+        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor | None], list[Any], list[Any]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places or self._generators or self._numbers)
@@ -71,7 +83,7 @@ class Remembered:
             if not same or (self._first and now is not None and not torch.equal(now, before[place])):
                 self._changing.add(place)
         self._first = False
-        self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators, numbers
+        self._kept[key] = {place: before.get(place) for place in self._changing}, generators, numbers
 
     @contextmanager
     def again(self, key: MicrobatchRun) -> Iterator[None]:
@@ -83,8 +95,8 @@ class Remembered:
         states = [randomness.state_of(g) for g in self._generators]
         copies: dict[int, Tensor] = {}  # (two modules may have the same buffer)
         for place, t in now.items():
-            if t is not None:
-                place.module._buffers[place.name] = copies.setdefault(id(t), kept.get(place, t).detach().clone())
+            then = kept.get(place, t)
+            place.table[place.name] = None if then is None else copies.setdefault(id(then), then.detach().clone())
         for g, state in zip(self._generators, generators, strict=False):
             randomness.restore(g, state)
         try:
@@ -92,7 +104,7 @@ class Remembered:
         finally:
             self._set(later)
             for place, t in now.items():
-                place.module._buffers[place.name] = t
+                place.table[place.name] = t
             for g, state in zip(self._generators, states, strict=True):
                 randomness.restore(g, state)
 

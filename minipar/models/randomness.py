@@ -18,6 +18,7 @@ import hashlib
 import math
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -269,7 +270,7 @@ def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
             given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
-            numbers = _numbers(holder)
+            numbers, written = _numbers(holder), _written(holder)
             try:
                 outputs[number] = holder[0](given)
             except Exception as error:
@@ -289,6 +290,10 @@ def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
                 found.append((name, f"each micro-batch changes its {key}"))
             elif _mixes_rows(holder[0], read, outputs[number], rows, own_loss and number == len(layers) - 1):
                 found.append((name, "rows of a micro-batch change each other's results"))
+            elif _mixes_gradients(holder[0], read, rows or count_rows(read)):
+                found.append((name, "rows of a micro-batch change each other's gradients"))
+            elif _written(holder) != written and _follows_parameters(holder, read):
+                found.append((name, "each micro-batch changes its buffers"))
     if once is not None:
         raise once
     return found
@@ -316,6 +321,60 @@ def _mixes_rows(layer: nn.Module, given: Any, output: Any, rows: int, own_loss: 
             halves.append(tensors(layer(half)))
     values = list(zip(tensors(output), *halves, strict=True)) if len(halves) == 2 else []
     return any(_differ(values[k][0], values[k][1:]) for k in kept if values)
+
+
+def _mixes_gradients(layer: nn.Module, given: Any, rows: int) -> bool:
+    """Whether the gradients of a few rows are others than those of their halves. A function's own backward and hooks of
+    tensors may look at all rows, such as one that divides a gradient by its norm."""
+    some = min(rows, 4)
+    if some < 2 or any(t.dim() and len(t) != rows for t in tensors(given)):
+        return False
+
+    def gradients(part: range) -> list[Tensor | None]:
+        at(row_dropouts(layer), 0, part.start)
+        cut = map_tensors(given, lambda t: _rows_of(t, part, rows).requires_grad_(t.is_floating_point()))
+        output = tensors(layer(map_tensors(cut, torch.clone)))
+        ends = [t for t in output if t.requires_grad and t.dim() and len(t) == len(part)]
+        leaves = [t for t in (*tensors(cut), *layer.parameters()) if t.requires_grad]
+        for leaf in leaves:
+            leaf.grad = None
+        whole = [torch.linspace(-1, 2, some * (t.numel() // len(part))).view(some, *t.shape[1:]).to(t) for t in ends]
+        torch.autograd.backward(ends, [t[part.start : part.stop] for t in whole])
+        return [leaf.grad for leaf in leaves]
+
+    with suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        whole, *halves = (gradients(range(a, b)) for a, b in ((0, some), (0, some // 2), (some // 2, some)))
+        apart, largest = 0.0, 0.0
+        for one, *two in zip(whole, *halves, strict=True):
+            there = [g for g in two if g is not None]
+            if one is None or one.is_sparse or not there or not one.numel():
+                continue
+            by_row = len(one) == some and all(len(g) < some for g in there)
+            both = torch.cat(there) if by_row else torch.stack(there).sum(0)
+            apart = max(apart, float((one - both).abs().max()))
+            largest = max(largest, float(one.abs().max()))
+        eps = max((torch.finfo(g.dtype).eps for g in whole if g is not None), default=0.0)
+        return apart > max(1e-3, 32 * eps) * largest
+    return False
+
+
+def _written(layer: nn.Module) -> list[tuple[int, int]]:
+    """Which buffers a layer has, and how often each was written to."""
+    return [(id(t), t._version) for t in layer.buffers()]
+
+
+def _follows_parameters(holder: nn.Sequential, given: Any) -> bool:
+    """Whether a layer that writes to its buffers brings them nearer to its parameters each time, as a moving average
+    does. As long as both are equal, as at first, the buffers do not change."""
+    found: list[dict[str, Tensor]] = []
+    with suppress(Exception):
+        for by in (1.1, 1.0):
+            for p in holder.parameters():
+                p.mul_(by)
+            holder[0](map_tensors(given, torch.clone))
+            found.append({key: t.clone() for key, t in holder.named_buffers()})
+    return len(found) == 2 and any(not torch.equal(t, found[1].get(key, t)) for key, t in found[0].items())
 
 
 def _rows_of(t: Tensor, part: range, count: int) -> Tensor:

@@ -169,7 +169,8 @@ class Checker:
     ) -> None:  # fmt: skip
         """Compare what the ranks did in so many steps from `start` on, and what each has of the model then. Raises
         CheckError."""
-        checked, given = self.checked, isinstance(work, int) and not (self.alone or self.plan.inference)
+        own_gradients = isinstance(work, int) or not (work.served or work.local)  # (one for each parameter and update)
+        checked, given = self.checked, own_gradients and not (self.alone or self.plan.inference)
         numbers = range(self.start.step, self.start.step + steps)
         split = self.plan.dp * self.plan.total_microbatches > 1
         try:

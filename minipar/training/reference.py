@@ -712,6 +712,9 @@ class Replay:
             for name, g in _all_of(owner, {n: p.grad for n, p in owner.named.items() if p.grad is not None}).items():
                 part = g * (weight / whole) if self.log.local and whole else g.clone()
                 kept[name] = kept[name] + part if name in kept else part
+            for name, p in owner.named.items() if self.job.given else ():
+                if p.grad is not None:
+                    p.grad.copy_(self.job.given[entry.version - 1][name])
         if owner.optimizer is not None:
             owner.optimizer.step()
         owner.sums, owner.weights = {}, {}

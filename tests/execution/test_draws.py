@@ -73,16 +73,20 @@ class DropPath(nn.Module):
 
 
 class Counting(nn.Module):
-    """Scales by a number that it counts up: in place, and by a new tensor."""
+    """Scales by a number that it counts up, in place, and adds what it has seen: by new tensors, one of them a plain
+    attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        before, self.last = self.last, x.detach().mean(0)
+        x = x if before is None else x + before
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return self.linear(x) / self.calls.clone() + self.mean
 
@@ -198,6 +202,58 @@ def test_layers_whose_rows_see_each_other_are_named():
             found = split_sensitive(model, torch.randn(rows_given, WIDTH, dtype=dtype) / 4)
             assert [text.split()[0] for text in found] == ["3", "4", "5", "6"]
             assert all("change each other's results" in text for text in found)
+
+
+class _ByNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+class OwnBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _ByNorm.apply(x)
+
+
+class Hooked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.abs().max())
+        return x
+
+
+def test_layers_whose_rows_see_each_others_gradients_are_named():
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), OwnBackward(), nn.GELU(), Hooked(), nn.Linear(WIDTH, 4)]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        found = split_sensitive(nn.Sequential(*layers).to(dtype), torch.randn(9, WIDTH, dtype=dtype))
+        assert [text.split()[0] for text in found] == ["2", "4"]
+        assert all("change each other's gradients" in text for text in found)
+
+
+class Teacher(nn.Module):
+    """Has a moving average of its weight, which begins as the weight itself."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.linear, self.share = nn.Linear(WIDTH, WIDTH), share
+        self.register_buffer("average", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.linear.weight, self.share)
+        return self.linear(x) + F.linear(x, self.average.clone())
+
+
+def test_a_moving_average_of_parameters_is_named_and_a_copy_of_them_is_not():
+    found = split_sensitive(nn.Sequential(Teacher(0.1), Teacher(1.0)), torch.randn(3, WIDTH))
+    assert [text.split()[0] for text in found] == ["0"]
+    assert "each micro-batch changes its buffers" in found[0]
 
 
 def test_a_split_batch_is_said_to_depend_on_the_split(clusters):

@@ -402,12 +402,13 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
             return Outcome("invalid", "late gradients diverge")
         if "precision" in plan and ("dtype" in str(error) or "BFloat16" in str(error)):
             return Outcome("invalid", "the model cannot compute in bfloat16")
-        if "precision" in plan and kind == "CheckError":
+        if any(key in plan for key in LOSSY) and kind in ("CheckError", "NotFinite"):
             largest = max((g.abs().max() for one in expected.gradients for g in one.values() if g.numel()), default=0.0)
             if largest > torch.finfo(torch.bfloat16).max:
                 return Outcome("invalid", "the numbers are too large for bfloat16")
-            if any(entry.kind in outside.JUMPS for entry in pair.spec.entries):
-                return Outcome("invalid", "a layer jumps where bfloat16 rounds")
+        jumps = any(entry.kind in outside.JUMPS for entry in pair.spec.entries)
+        if "precision" in plan and kind == "CheckError" and jumps:
+            return Outcome("invalid", "a layer jumps where bfloat16 rounds")
         if still and "depends on no parameter" in str(error):
             return Outcome("invalid", "plain torch refuses the backward of a loss without a graph")
         if pair.through_train and "modified by an inplace operation" in str(error):
