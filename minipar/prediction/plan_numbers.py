@@ -14,7 +14,7 @@ from minipar.costs.analytic import Division
 from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, ends_are_layers
-from minipar.strategies.layout import place
+from minipar.strategies.layout import check_stages, even_split, place
 from minipar.strategies.schedules.registry import find
 
 FLOAT = 4  # bytes of a float32 number
@@ -167,29 +167,14 @@ def split_of(numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     n = numbers
     if n.split:
         return n.split
-    stages = 1 + max(map(max, placement_of(n)))
-    whole = ends_are_layers(model)
-    layers = own_layers(model) if whole else model.layers
+    if ends_are_layers(model):
+        return even_split(own_layers(model), check_stages(placement_of(n), own_layers(model)))
+    stages, layers = 1 + max(map(max, placement_of(n))), model.layers
     if stages > layers:
-        raise PlanError(_too_many(n, stages, layers, whole))
+        words = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers})"
+        raise PlanError(f"{words}; possible are pp=1 to {max(1, layers * n.pp // stages)}")
     counts = even_split(layers, stages)
-    return counts if whole else (counts[0] + 1 + (stages == 1), *counts[1:-1], *([counts[-1] + 1] * (stages > 1)))
-
-
-def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers in each stage as can be; the first ones may have one more."""
-    even, more = divmod(layers, stages)
-    return tuple(even + (s < more) for s in range(stages))
-
-
-def _too_many(n: PlanNumbers, stages: int, layers: int, whole: bool) -> str:
-    """Why there cannot be so many stages, and what is possible."""
-    if whole and n.pp > layers:
-        return f"pp={n.pp}: more stages than layers ({layers}); possible are 1 to {layers}"
-    words = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers}); possible are "
-    if whole:
-        return f"{words}chunks=1 to {layers // n.pp} where the schedule takes them, or fewer ranks"
-    return f"{words}pp=1 to {max(1, layers * n.pp // stages)}"
+    return counts[0] + 1 + (stages == 1), *counts[1:-1], *([counts[-1] + 1] * (stages > 1))
 
 
 def kinds_of(numbers: PlanNumbers, model: Sizes) -> tuple[Kind, ...]:

@@ -23,11 +23,11 @@ from minipar.costs.stacks import STACKS
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer, ends_are_layers
 from minipar.prediction.closed_form import closed_form
-from minipar.prediction.plan_numbers import FLOAT, PRECISIONS, PlanNumbers, even_split, own_layers, split_of
+from minipar.prediction.plan_numbers import FLOAT, PRECISIONS, PlanNumbers, own_layers, placement_of, split_of
 from minipar.prediction.replica import actions, by_simulation
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import exclusions, keys, segments
-from minipar.strategies.layout import place
+from minipar.strategies.layout import check_split, even_split
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
 from minipar.wording import did_you_mean, several
@@ -188,16 +188,10 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
 
 def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     """Layers of each stage; embedding and head are layers, too."""
-    placement = place(find(numbers.schedule).placement, numbers.pp, numbers.stages_of_a_rank, numbers.schedule)
+    placement = placement_of(numbers)
     counts = keys.split(split, 1 + max(map(max, placement)), numbers.pp, len(placement[0]))
     assert isinstance(counts, tuple)
-    layers = own_layers(model)
-    if sum(counts) != layers:
-        even = ",".join(str(layers // len(counts) + (k < layers % len(counts))) for k in range(len(counts)))
-        raise PlanError(
-            f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {layers} layers; "
-            f"possible is split={even}"
-        )
+    check_split(counts, own_layers(model))
     return counts
 
 

@@ -65,6 +65,34 @@ def place(placement: Placement, ranks: int, chunks: int, name: str = "") -> tupl
     return found
 
 
+def check_stages(placement: Sequence[Sequence[int]], layers: int) -> int:
+    """The number of stages. Errors: PlanError for more of them than a model has layers."""
+    pp, stages = len(placement), 1 + max(map(max, placement))
+    if pp > layers:
+        raise PlanError(f"pp={pp}: more stages than layers ({layers}); possible are 1 to {layers}")
+    if stages > layers:
+        raise PlanError(
+            f"pp={pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
+            f"possible are chunks=1 to {layers // pp} where the schedule takes them, or fewer ranks"
+        )
+    return stages
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers in each stage as can be; the first ones may have one more."""
+    even, more = divmod(layers, stages)
+    return tuple(even + (s < more) for s in range(stages))
+
+
+def check_split(split: Sequence[int], layers: int) -> None:
+    """Errors: PlanError for stages that do not have the model's layers together."""
+    if sum(split) != layers:
+        words, even = (",".join(map(str, one)) for one in (split, even_split(layers, len(split))))
+        raise PlanError(
+            f"split={words}: sums to {sum(split)}, but the model has {layers} layers; possible is split={even}"
+        )
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which rank holds which layers: `dp` replicas of a pipeline of `pp` ranks; `split[s]` layers in stage s.

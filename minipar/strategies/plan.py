@@ -31,7 +31,7 @@ from minipar.program.verify.verifier import prove, verify
 from minipar.strategies import as_written, branches, compile, exclusions, keys, plan_file, segments
 from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
-from minipar.strategies.layout import Layout, place
+from minipar.strategies.layout import Layout, check_split, check_stages, even_split, place
 from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
@@ -418,15 +418,7 @@ class Plan:
 
     def check_stages(self, layers: int) -> None:
         """Errors: PlanError for more stages than a model has layers."""
-        placement = self.placement()
-        stages = 1 + max(map(max, placement))
-        if self.pp > layers:
-            raise PlanError(f"pp={self.pp}: more stages than layers ({layers}); possible are 1 to {layers}")
-        if stages > layers:
-            raise PlanError(
-                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
-                f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
-            )
+        check_stages(self.placement(), layers)
 
     def layout(
         self,
@@ -449,9 +441,8 @@ class Plan:
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
             return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
-        self.check_stages(shape.own_layers)
-        placement = self.placement()
-        stages, layers = 1 + max(map(max, placement)), shape.own_layers
+        placement, layers = self.placement(), shape.own_layers
+        split = even_split(layers, check_stages(placement, layers))
 
         def laid(split: tuple[int, ...]) -> Layout:
             """The layout with so many of the model's own layers in each stage."""
@@ -459,16 +450,11 @@ class Plan:
             nodes = tuple(end - start for start, end in pairwise(ends))
             return Layout(shape, self.dp, self.pp, nodes, microbatches, placement, host, self.shared)
 
-        even, more = divmod(layers, stages)
-        split = tuple(even + (s < more) for s in range(stages))
         if self.split == "auto":
             split = self._best_split(laid, split, costs, costs_of, time_of)
         elif self.split is not None:
             split = tuple(int(n) for n in self.split)
-            if sum(split) != layers:
-                raise PlanError(
-                    f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {layers} layers"
-                )
+            check_split(split, layers)
         return laid(split)
 
     def _best_split(

@@ -11,8 +11,9 @@ from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Transformer, of_gpt
 from minipar.prediction import on_paper
-from minipar.prediction.plan_numbers import even_split, own_layers, split_of
+from minipar.prediction.plan_numbers import own_layers, split_of
 from minipar.program import Op
+from minipar.strategies.layout import even_split
 from minipar.strategies.plan import Plan
 from tests.prediction.on_machine import simulated
 
