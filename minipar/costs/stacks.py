@@ -63,19 +63,22 @@ class Stack(NamedTuple):
     gradient   bytes of a whole gradient where parameters have 2
     logits     bytes that the loss keeps and makes for each logit: with the gradient of a kernel of its own in place, or
                with float32 copies
+    divided    further ones where ranks share the vocabulary: torch's loss then is several operators, which make the
+               float32 logits minus the largest one, and their exponentials (torch/distributed/tensor/parallel/loss.py)
     """
 
     fused: bool
     flash: bool
     gradient: int
     logits: float
+    divided: float = 0.0
 
 
 STACKS: dict[str, Stack] = {
     "megatron-2021": Stack(False, False, 4, 6.0),
     "megatron-core": Stack(True, True, 4, 6.0),
-    "torch-fsdp": Stack(True, True, 2, 4.0),
-    "torch-fsdp-compile": Stack(True, True, 2, 14.0),
+    "torch-fsdp": Stack(True, True, 2, 4.0, 8.0),
+    "torch-fsdp-compile": Stack(True, True, 2, 14.0, 8.0),
     "deepspeed": Stack(True, True, 2, 14.0),
 }
 

@@ -356,8 +356,10 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
 def _logits(numbers: PlanNumbers, model: Sizes) -> float:
     """Bytes that the loss keeps and makes for each logit: in minipar's own runs the logit, and in float32 its logarithm
     and the gradients of both; otherwise as the stack does."""
-    own = isinstance(model, Transformer) and model.built
-    return numbers.bytes.activation + 3 * FLOAT if own else STACKS[numbers.software].logits
+    if isinstance(model, Transformer) and model.built:
+        return numbers.bytes.activation + 3 * FLOAT
+    stack = STACKS[numbers.software]
+    return stack.logits + stack.divided * (numbers.tp > 1)
 
 
 def _plain(chunk: Chunk, numbers: PlanNumbers, model: Sizes) -> Chunk:
