@@ -96,7 +96,7 @@ def test_a_key_that_is_nearly_one_gets_a_suggestion():
     ("plan", "arguments", "says"),
     [
         ("pp=4", {"layers": 3}, "pp=4: more stages than layers (3); possible are 1 to 3"),
-        ("pp=2 split=2,1", {"layers": 4}, "split=2,1: sums to 3, but the model has 4 layers"),
+        ("pp=2 split=2,1", {"layers": 4}, "split=2,1: sums to 3, but the model has 4 layers; possible is split=2,2"),
         ("pp=2", {"layers": 0}, "layers=0: must be a whole number of at least 1"),
         ("pp=2", {"layers": 2.5}, "layers=2.5: must be a whole number of at least 1"),
         ("pp=2", {"layers": True}, "layers=True: must be a whole number of at least 1"),
