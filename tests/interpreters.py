@@ -1,10 +1,9 @@
-"""A small reader of programs, written for the tests from the rule of execution alone, and sources of programs.
+"""Sources of programs for the tests, and costs.
 
-    brute_force(program, costs)    start and end of every instruction: the least solution of the rule's inequalities
-    mutations(program, seed, n)    n programs with a few random changes (swap, drop, double, move, relabel)
     programs()                     hypothesis: programs of every plan and model
+    mutations(program, seed, n)    n programs with a few random changes (swap, drop, double, move, relabel)
 
-They share no code and no method with the simulator and the verifier, since they check them.
+Times of programs are those of `plain_simulator.start_and_end`, which shares no code and no method with `simulate`.
 `tests/fuzz/fingerprints.py` finds what a program computes.
 """
 
@@ -17,13 +16,12 @@ from random import Random
 from hypothesis import strategies as st
 
 from minipar import Plan, Program
-from minipar.program import COPIES, Group, Instruction, Op, Value
+from minipar.program import Group, Instruction, Op, Value
 from minipar.program.shape import Shape, divided
 from minipar.strategies import find, schedules
 
 # programs ------------------------------------------------------------------------------------------------------------
 
-JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
 BUCKETS = ["none", "flat", 25, 12 / 2**20, "2x", "3x", "auto", "0,"]
 COPIED = ("chimera", "dualpipe")  # two copies of every stage
 BUILT_IN = [  # those with a flush after every step
@@ -187,94 +185,6 @@ class RandomCosts:
 
     def size(self, rank: int, value: Value) -> float:
         return 1.0
-
-
-def brute_force(program: Program, costs) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of every instruction of a program that can run.
-
-    Every instruction starts at time 0 and is pushed later, again and again over the whole program, until nothing
-    violates the rule any more.
-    """
-    rows = program.ranks
-    sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    receives: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    calls: dict[tuple[int, ...], list[dict[int, int]]] = {}
-    lanes: dict[tuple[int, str], list[int]] = {}  # copies, per rank and direction
-    awaits: list[list[list[int]]] = []  # per rank and instruction: the communications whose results it reads
-    for rank, row in enumerate(rows):
-        writer: dict[Value, int] = {}
-        awaits.append([])
-        for k, ins in enumerate(row):
-            sources = [writer[v] for v in ins.reads if v in writer]
-            awaits[rank].append([w for w in sources if row[w].op in (Op.RECV, *JOINED, *COPIES)])
-            writer |= dict.fromkeys(ins.writes, k)
-            if ins.op is Op.SEND:
-                sends.setdefault((rank, ins.peer), []).append((rank, k))
-            elif ins.op is Op.RECV:
-                receives.setdefault((ins.peer, rank), []).append((rank, k))
-            elif ins.op in COPIES:
-                lanes.setdefault((rank, ins.stream), []).append(k)
-            elif ins.op in JOINED:
-                turns = calls.setdefault(ins.group, [])
-                mine = sum(rank in turn for turn in turns)
-                if mine == len(turns):
-                    turns.append({})
-                turns[mine][rank] = k
-
-    def cost(rank: int, ins: Instruction):
-        if ins.op is Op.SEND or ins.op in COPIES:
-            return costs.transfer(rank, ins)
-        if ins.op in JOINED:
-            return costs.collective(ins)
-        return None if ins.op is Op.RECV else costs.compute(rank, ins)
-
-    # Each cost is asked for once: there are as many sweeps over the program as times wander along it.
-    taken = [[cost(rank, ins) for ins in row] for rank, row in enumerate(rows)]
-    computes = [[ins.op not in (Op.SEND, Op.RECV, *JOINED, *COPIES) for ins in row] for row in rows]
-    reached = [[0.0] * len(row) for row in rows]  # when the rank's loop gets to the instruction
-    free = [[0.0] * len(row) for row in rows]  # when everything it waits for on its own rank is there
-    starts = [[0.0] * len(row) for row in rows]
-    ends = [[0.0] * len(row) for row in rows]
-    changed = True
-    while changed:
-        before = ([*map(list, starts)], [*map(list, ends)])
-        for rank in range(len(rows)):
-            clock = 0.0
-            for k, own in enumerate(computes[rank]):
-                reached[rank][k] = clock
-                if awaits[rank][k]:
-                    clock = max([clock, *(ends[rank][w] for w in awaits[rank][k])])
-                free[rank][k] = clock
-                if own:
-                    starts[rank][k] = clock
-                    clock = ends[rank][k] = clock + taken[rank][k]
-        for (rank, _), copies in lanes.items():
-            busy = 0.0
-            for k in copies:
-                occupied, delay = taken[rank][k]
-                starts[rank][k] = max(free[rank][k], busy)
-                busy = starts[rank][k] + occupied
-                ends[rank][k] = busy + delay
-        for link, messages in sends.items():
-            busy = 0.0
-            for n, (rank, k) in enumerate(messages):
-                occupied, delay = taken[rank][k]
-                starts[rank][k] = max(free[rank][k], busy)
-                busy = ends[rank][k] = starts[rank][k] + occupied
-                target, place = receives[link][n]
-                posted = n - program.receives_ahead
-                starts[target][place] = reached[target][receives[link][posted][1]] if posted >= 0 else 0.0
-                ends[target][place] = max(busy + delay, starts[target][place])
-        for turns in calls.values():
-            busy = 0.0
-            for turn in turns:
-                everyone = max([busy, *(free[rank][k] for rank, k in turn.items())])
-                for rank, k in turn.items():
-                    starts[rank][k] = max(free[rank][k], busy)
-                    ends[rank][k] = everyone + taken[rank][k]
-                busy = everyone + taken[rank][k]
-        changed = before != (starts, ends)
-    return starts, ends
 
 
 # mutants -------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar import Backward, Forward, Plan, ProgramError, simulate, verify
+from minipar.prediction.plain_simulator import start_and_end
 from minipar.program import Op, grad
 from minipar.strategies.schedules import registry
 from tests.fuzz.fingerprints import judge
 from tests.interpreters import (
     RandomCosts,
-    brute_force,
     compiled,
     renamed,
     shapes,
@@ -39,13 +39,13 @@ def accepted(program) -> bool:
 
 
 def assert_sound(program, what: str) -> bool:
-    """What verify accepts must be right, and run in the simulator as brute force says. Whether it is accepted."""
+    """What verify accepts must be right, and run in the simulator as in the plain one. Whether it is accepted."""
     if not accepted(program):
         return False
     assert judge(program) == "", what
     costs = RandomCosts(len(program))
     trace = simulate(program, costs)
-    assert (trace.starts, trace.ends) == brute_force(program, costs), what
+    assert (trace.starts, trace.ends) == start_and_end(program, costs), what
     return True
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from minipar import Backward, Forward, Plan, Program, ProgramError, simulate, verify
 from minipar.costs.recomputation import LayerCosts, in_segments
+from minipar.prediction.plain_simulator import start_and_end
 from minipar.program import Op, output, param, saved
 from minipar.program.shape import Shape
 from minipar.strategies.layout import Layout
@@ -19,7 +20,6 @@ from tests.fuzz.fingerprints import judge
 from tests.interpreters import (
     SIMPLE,
     RandomCosts,
-    brute_force,
     compiled,
     programs,
     shape,
@@ -126,7 +126,7 @@ def test_every_plan_with_checkpoints_verifies_and_is_right(plain, choice):
     assert judge(program) == ""
     costs = RandomCosts(len(program))
     trace = simulate(program, costs)
-    assert (trace.starts, trace.ends) == brute_force(program, costs)
+    assert (trace.starts, trace.ends) == start_and_end(program, costs)
 
 
 def test_gradients_are_sent_as_early_as_without_checkpoints():

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, ProgramError, simulate, verify
+from minipar.prediction.plain_simulator import start_and_end
 from minipar.program import COPIES, Group, Op, disk, grad, home, host, optimizer_state, param, saved, tier
 from minipar.program.shape import Shape
 from minipar.strategies.passes.offload import BESIDE
-from tests.interpreters import RandomCosts, brute_force, compiled, shape, shapes
+from tests.interpreters import RandomCosts, compiled, shape, shapes
 
 
 def text(row):
@@ -263,7 +264,7 @@ def test_every_plan_verifies_and_only_outputs_cross(case):
     verify(program)
     costs = RandomCosts(len(program))
     trace = simulate(program, costs)
-    assert (trace.starts, trace.ends) == brute_force(program, costs)
+    assert (trace.starts, trace.ends) == start_and_end(program, costs)
     for row in program.ranks:
         for ins in row:
             if ins.layers and ins.op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE):
