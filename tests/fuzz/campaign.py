@@ -45,6 +45,7 @@ from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
 from minipar.server.serving import execute_served
+from minipar.trace.recorded_order import local_order, order_of, served_order
 from minipar.training.training import train
 from tests.fuzz import models, oracle, outside, plans
 
@@ -306,10 +307,9 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     inference = plan.get("inference") == "true"
     if "local_steps" in plan and not inference:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
-        return oracle.locally(
-            pair.spec, batches, pair.steps, 5, pair.make, int(plan.get("dp", 1)), m, int(plan["local_steps"]), nudge,
-            outside.SCHEDULERS[pair.scheduler],
-        )  # fmt: skip
+        log = local_order(pair.steps, int(plan.get("dp", 1)), m, int(plan["local_steps"]))
+        job = replace(job_of(pair), scheduler=outside.SCHEDULERS[pair.scheduler])
+        return oracle.replayed(job, log, nudge=nudge)
     plain = oracle.plain_of(pair.spec, 5, pair.make, nudge, outside.SCHEDULERS[pair.scheduler])
     return oracle.whole(plain, batches, pair.steps, clip, inference)
 
@@ -462,10 +462,9 @@ def _found(result: oracle.Result) -> Found:
 
 def _served(pair: Pair, found: Found) -> Outcome:
     plan = pair.plan
-    batches = models.Rows(pair.spec).whole
-    m = int(plan.get("microbatches", 1))
+    log = served_order(found.order, int(plan.get("dp", 1)), int(plan.get("microbatches", 1)))
     clip = float(plan["clip"]) if "clip" in plan else None
-    values = oracle.served(pair.spec, batches, found.order, 5, pair.make, int(plan.get("dp", 1)), m, clip)
+    values = oracle.replayed(job_of(pair), log, clip).parameters
     mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
     if all(v.isfinite().sum() == mine[k].isfinite().sum() == 0 for k, v in values.items() if v.numel()):
         return Outcome("invalid", "late gradients diverge")
@@ -474,8 +473,8 @@ def _served(pair: Pair, found: Found) -> Outcome:
 
 
 def _stale(pair: Pair, found: Found) -> Outcome:
-    batches = models.Rows(pair.spec).whole
-    expected = oracle.stale(pair.spec, batches, found.program, 5, pair.make)
+    log = order_of(found.program)
+    expected = oracle.replayed(job_of(pair), log)
     found.buffers = None  # (each micro-batch may feel them)
     if not all(map(math.isfinite, expected.losses)):  # (late gradients diverge: so far as numbers are of any use)
         pairs = list(zip(found.losses, expected.losses, strict=True))
@@ -486,7 +485,7 @@ def _stale(pair: Pair, found: Found) -> Outcome:
     error, text = max(compare(pair, found, expected), key=lambda one: (math.isnan(one[0]), one[0]))
     if error <= BOUND:
         return Outcome("equal")
-    again = oracle.stale(pair.spec, batches, found.program, 5, pair.make, NUDGE)
+    again = oracle.replayed(job_of(pair), log, nudge=NUDGE)
     noise = max(error for error, _ in compare(pair, _found(again), expected))
     if error <= 1000 * noise:
         return Outcome("rounding", f"{error:.1e}, noise {noise:.1e}")
