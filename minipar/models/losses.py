@@ -246,7 +246,10 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         if parts == 1 or total == 1:
             return form, ""
         if _number(value) != _number(again) and not math.isnan(_number(value)):
-            return form, "the loss draws random numbers: its parts draw others than the whole batch would"
+            return form, (
+                "the loss gives another number for the same rows each time: it draws random numbers or changes what it "
+                "keeps, and with parts of a batch it does so more often than with the whole"
+            )
         wide = _widened(given, first, y)
         cuts = {(total // 3 or 1, total - (total // 3 or 1)), tuple(map(len, split_rows(total, parts)))}
         for sizes in sorted(cuts):

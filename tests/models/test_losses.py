@@ -98,7 +98,7 @@ def noisy(output, y):
 
 
 def test_random_losses_are_warned_of(clusters):
-    with pytest.warns(UserWarning, match="the loss draws random numbers"):
+    with pytest.warns(UserWarning, match="gives another number for the same rows each time"):
         run(clusters, rows(16), noisy, "microbatches=2")
 
 
