@@ -6,8 +6,9 @@
 
 The models of transformers are its own, small and with random values. All others are written anew after a paper or a
 well-known small repository, with the habits that are found there. A row of the table is equal if losses, gradients and
-parameters of two steps of SGD are those of a plain loop over the unmodified model, to 1e-10 in float64. Where a model
-draws random numbers, its probabilities are 0, or it is in eval mode; so are norms that take statistics of a batch.
+parameters of two steps of SGD are those of a plain loop over the unmodified model, to 1e-10 in float64. Dropout has the
+probability 0, and norms that take statistics of a batch are in eval mode. Where a model samples, each part of a batch
+draws numbers of its own: the plain loop seeds torch's generator before it as `draw_seed` says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 
 import minipar
 from minipar import PlanError
+from minipar.models.randomness import draw_seed
+from minipar.program.rows import split_rows
 from tests.plain_loop import BOUND, assert_equals_plain_torch
 
 ROWS, WORDS, TOKENS, WIDTH, CLASSES = 7, 13, 6, 8, 4
@@ -37,6 +40,7 @@ class Entry(NamedTuple):
     """A model that somebody has: how it is made, what it is given (rows first), and its loss.
 
     narrow    it computes parts in float32, whatever the type of its parameters
+    drawing   the layer that draws random numbers; None: nothing does
     """
 
     family: str
@@ -44,16 +48,17 @@ class Entry(NamedTuple):
     data: Callable[[], tuple[Any, Any]]
     loss: Callable[[Any, Any], Tensor]
     narrow: bool = False
+    drawing: int | None = None
 
 
 ENTRIES: dict[str, Entry] = {}
 
 
-def outside(name: str, family: str, data: Any, loss: Any = None) -> Callable[[Any], Any]:
+def outside(name: str, family: str, data: Any, loss: Any = None, **more: Any) -> Callable[[Any], Any]:
     """Note a model under a name; `data` is a function that makes x and y, and with them a loss of its own."""
 
     def note(make: Any) -> Any:
-        ENTRIES[name] = Entry(family, make, data, cross_entropy if loss is None else loss)
+        ENTRIES[name] = Entry(family, make, data, cross_entropy if loss is None else loss, **more)
         return make
 
     return note
@@ -372,6 +377,44 @@ class Universal(nn.Module):
         return self.head(x)
 
 
+class RotaryAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (w(x).view(*x.shape[:2], 2, -1) for w in (self.wq, self.wk, self.wv))
+        turned = (torch.view_as_complex(t.float().reshape(*t.shape[:-1], -1, 2)) * freqs_cis for t in (q, k))
+        q, k = (torch.view_as_real(t).flatten(3).type_as(x).transpose(1, 2) for t in turned)
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.size(-1))
+        scores = F.softmax((scores if mask is None else scores + mask).float(), dim=-1).type_as(x)
+        return self.wo((scores @ v.transpose(1, 2)).transpose(1, 2).contiguous().view(*x.shape[:2], -1))
+
+
+@outside("meta_llama", "GPT", words, narrow=True)
+class MetaLlama(nn.Module):
+    """meta-llama/llama: a table of complex numbers that is no buffer, and that its forward moves and keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList()
+        for _ in range(2):
+            self.layers.append(RotaryAttention())
+        self.output = nn.Linear(WIDTH, WORDS, bias=False)
+        angles = torch.outer(torch.arange(2.0 * TOKENS), 1.0 / 10000.0 ** torch.tensor([0.0, 0.5]))
+        self.freqs_cis = torch.polar(torch.ones_like(angles), angles)
+
+    def forward(self, tokens: Tensor, start_pos: int = 0) -> Tensor:
+        h, seqlen = self.tok_embeddings(tokens), tokens.shape[1]
+        self.freqs_cis = self.freqs_cis.to(h.device)
+        freqs_cis, mask = self.freqs_cis[start_pos : start_pos + seqlen, None], None
+        if seqlen > 1:
+            mask = torch.triu(torch.full((seqlen, seqlen), float("-inf")), diagonal=1).type_as(h)
+        for layer in self.layers:
+            h = h + layer(h, freqs_cis, mask)
+        return self.output(h).float()
+
+
 @outside("ponder", "adaptive", words)
 class Ponder(nn.Module):
     """Graves, 2016: each token takes as many passes as it needs; the forward asks for the values."""
@@ -649,6 +692,34 @@ class FNO(nn.Module):
         return self.q(x)
 
 
+class ODEFunc(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.nfe = perceptron(5, 8, 5, act=nn.Tanh), 0
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        self.nfe += 1
+        return self.net(y) * (1 + t)
+
+
+@outside("neural_ode", "implicit", vectors(6))
+class NeuralODE(nn.Module):
+    """rtqichen/torchdiffeq: midpoint steps of one function, at times that the forward keeps in the type of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downsampling, self.odefunc, self.fc = nn.Linear(6, 5), ODEFunc(), nn.Linear(5, CLASSES)
+        self.integration_time = torch.tensor([0.0, 0.5, 1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.integration_time = self.integration_time.type_as(x)
+        y = self.downsampling(x)
+        for begin, end in zip(self.integration_time[:-1], self.integration_time[1:], strict=True):
+            half = (end - begin) / 2
+            y = y + 2 * half * self.odefunc(begin + half, y + half * self.odefunc(begin, y))
+        return self.fc(y)
+
+
 @outside("deq", "implicit", vectors(WIDTH))
 class DEQ(nn.Module):
     """Bai et al., 2019: a fixed point is sought without gradients until it is near; one step more has them."""
@@ -814,6 +885,55 @@ class TiedAutoencoder(nn.Module):
         for k, layer in enumerate(reversed(self.encoder)):
             x = F.linear(x, layer.weight.t(), self.bias[k])
         return x
+
+
+def elbo(output: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+    found, mu, logvar = output
+    return F.mse_loss(found, x) - 0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+@outside("vae", "autoencoder", pairs(10), elbo, drawing=3)
+class VAE(nn.Module):
+    """pytorch/examples: it samples between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = nn.Linear(10, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.fc3, self.fc4 = nn.Linear(4, 8), nn.Linear(8, 10)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h1 = F.relu(self.fc1(x))
+        return self.fc21(h1), self.fc22(h1)
+
+    def reparameterize(self, mu: Tensor, logvar: Tensor) -> Tensor:
+        std = torch.exp(0.5 * logvar)
+        eps = torch.randn_like(std)
+        return mu + eps * std
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mu, logvar = self.encode(x.view(-1, 10))
+        return self.fc4(F.relu(self.fc3(self.reparameterize(mu, logvar)))), mu, logvar
+
+
+@outside("vqvae", "autoencoder", pairs(WIDTH), lambda out, y: out[0] + F.mse_loss(out[1], y))
+class VQVAE(nn.Module):
+    """zalandoresearch/pytorch-vq-vae: the nearest vectors of a table, gradients past them, and a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.embedding, self.decoder = perceptron(WIDTH, 8, 4), nn.Embedding(9, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encoder(x)
+        distances = (
+            z.pow(2).sum(1, keepdim=True) + self.embedding.weight.pow(2).sum(1) - 2 * z @ self.embedding.weight.t()
+        )
+        indices = torch.argmin(distances, dim=1).unsqueeze(1)
+        encodings = torch.zeros(len(x), 9, dtype=z.dtype, device=z.device)
+        encodings.scatter_(1, indices, 1)
+        quantized = encodings @ self.embedding.weight
+        loss = F.mse_loss(quantized, z.detach()) + 0.25 * F.mse_loss(quantized.detach(), z)
+        return loss, self.decoder(z + (quantized - z).detach())
 
 
 @outside("dcgan_discriminator", "GAN", lambda: (floats(3, 8, 8), (torch.arange(ROWS) % 2).float()), click_loss)
@@ -1043,6 +1163,37 @@ class Lazy(nn.Module):
         return self.fc2(F.relu(self.fc1(F.relu(self.conv(x)).flatten(1))))
 
 
+@outside("orthogonal", "parametrized", vectors(6))
+class Orthogonal(nn.Module):
+    """Weights that are made of others whenever they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made, symmetric = nn.utils.parametrizations, nn.Linear(6, 6)
+        nn.utils.parametrize.register_parametrization(symmetric, "weight", Symmetric())
+        self.layers = nn.ModuleList([made.orthogonal(nn.Linear(6, 6)), symmetric, made.weight_norm(nn.Linear(6, 8))])
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+@outside("compiled_blocks", "compiled", words)
+def compiled_blocks() -> nn.Module:
+    """Each block that torch.compile has wrapped."""
+    model = NanoGPT()
+    for k, block in enumerate(model.transformer.h):
+        model.transformer.h[k] = torch.compile(block, backend="eager")
+    return model
+
+
 @outside("compiled", "compiled", words)
 def compiled() -> nn.Module:
     """A model that torch.compile has wrapped."""
@@ -1217,6 +1368,20 @@ def called(model: nn.Module, x: Any) -> Any:
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
+def drawn(layer: int, parts: int) -> Callable[[nn.Module, Any], Any]:
+    """Calls a model on the parts of a batch, step after step, each with the random numbers that this layer draws."""
+    steps = count()
+
+    def call(model: nn.Module, x: Tensor) -> Any:
+        step, found = next(steps), []
+        for part in split_rows(len(x), parts):
+            torch.manual_seed(draw_seed(0, step, part.start, layer))
+            found.append(model(x[part.start : part.stop]))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+    return call
+
+
 class Found(NamedTuple):
     """What became of a model under a plan: "equal", "differs", "refused" or "error"; how it was cut, or the reason."""
 
@@ -1230,10 +1395,11 @@ def tried(clusters: Clusters, name: str, plan: str) -> Found:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
-        data, sgd = entry.data(), partial(torch.optim.SGD, lr=0.1)
+        data, sgd, read = entry.data(), partial(torch.optim.SGD, lr=0.1), minipar.Plan.parse(plan)
+        call = called if entry.drawing is None else drawn(entry.drawing, read.dp * read.total_microbatches)
         try:
             run = assert_equals_plain_torch(
-                clusters, plan, partial(made, name), data, entry.loss, sgd, 2, call=called,
+                clusters, plan, partial(made, name), data, entry.loss, sgd, 2, call=call,
                 bound=1e-5 if entry.narrow else BOUND,
             )  # fmt: skip
         except AssertionError as error:

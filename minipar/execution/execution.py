@@ -152,8 +152,8 @@ class Job:
         """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
         return self.built()[0]
 
-    def built(self) -> tuple[nn.Module, bytes | None]:
-        """The whole model, and how it was cut, for `cut`."""
+    def built(self, uncut: str = "") -> tuple[nn.Module, bytes | None]:
+        """The whole model, and how it was cut, for `cut`. `uncut`: why a model that is no chain must be one layer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model: Any = self.model
@@ -176,19 +176,20 @@ class Job:
         if not layered:
             from minipar.models import cut_bytes  # (torch.fx is not imported for models that are layers)
 
-            layers = self._in_layers(model) if found is None else cut_bytes.read(found, model)
-            found = cut_bytes.written(layers, model) if found is None else found
+            again = found is None or uncut
+            layers = self._in_layers(model, uncut) if again else cut_bytes.read(found, model)
+            found = cut_bytes.written(layers, model) if again else found
             model = layers
         return model.eval() if self.evaluate else model, found
 
-    def _in_layers(self, model: nn.Module) -> nn.Module:
+    def _in_layers(self, model: nn.Module, uncut: str) -> nn.Module:
         """The model cut on two rows of the first batch; on all that there are, where it cannot run on so few."""
         from minipar.models.tracing import in_layers
 
         x = self.sample(2)[0][0]
         for rows in sorted({2, count_rows(x)}):
             try:
-                return in_layers(model, take_rows(x, range(rows)))
+                return in_layers(model, take_rows(x, range(rows)), uncut)
             except MiniparError:
                 raise
             except Exception as found:
@@ -230,10 +231,19 @@ class Job:
         x, cut = self._example(slices)
         from minipar.sharding.sharded import capture_graphs, pickled
 
+        def graphs_of(model: nn.Module) -> Any:
+            if short:
+                narrow(model, dtype_named(short))
+            return capture_graphs(model, count, _narrow_rows(x, short) if short else x, cut)
+
         model, found = self.built()
-        if short:
-            narrow(model, dtype_named(short))
-        graphs = capture_graphs(model, count, _narrow_rows(x, short) if short else x, cut)
+        try:
+            graphs = graphs_of(model)
+        except PlanError as error:  # (what crosses a cut may have other sizes than rows, as packed sequences have)
+            if found is None or slices != 1:
+                raise
+            model, found = self.built(error.reason.partition("; possible")[0])
+            graphs = graphs_of(model)
         try:
             return PickledGraphs(count, slices, short, pickled(graphs)), found
         except Exception:  # such as an operator's argument that has no pickled form: each rank then captures for itself

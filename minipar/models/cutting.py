@@ -227,12 +227,17 @@ def versions(modules: Mapping[str, nn.Module]) -> dict[str, list[int]]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers and the random generator have the same values as before it."""
+    """After the block buffers, attributes of modules and the random generator have the same values as before it. (A
+    forward may keep what it makes, and torch.fx gives it stand-ins.)"""
     buffers = [(b, b.clone()) for b in {id(b): b for b in model.buffers()}.values()]
+    attributes = [(own, dict(own)) for module in model.modules() for own in (vars(module), module._buffers)]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        for own, known in attributes:
+            own.clear()
+            own.update(known)
         for buffer, before in buffers:
             buffer.data.copy_(before)
 

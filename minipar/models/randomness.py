@@ -21,7 +21,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from minipar.errors import RankError
 from minipar.models.network import edges_of
 from minipar.models.reached import reached
-from minipar.models.tensors import copied, count_rows, map_tensors, take_rows, tensors
+from minipar.models.tensors import SHADOW, copied, count_rows, items_of, map_tensors, rebuilt, take_rows, tensors
 from minipar.program.edges import wiring
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
@@ -317,7 +316,7 @@ def _mixes_rows(layer: nn.Module, given: Any, output: Any, rows: int, own_loss: 
     with suppress(Exception):  # (a layer may need all of its rows; whether it may be cut is then said elsewhere)
         for part in (range(rows // 2), range(rows // 2, rows)) if rows > 1 else ():
             at(row_dropouts(layer), 0, part.start)
-            half = map_tensors(given, partial(_rows_of, part=part, count=rows))
+            half = _half(given, part, rows)
             halves.append(tensors(layer(half)))
     values = list(zip(tensors(output), *halves, strict=True)) if len(halves) == 2 else []
     return any(_differ(values[k][0], values[k][1:]) for k in kept if values)
@@ -332,7 +331,7 @@ def _mixes_gradients(layer: nn.Module, given: Any, rows: int) -> bool:
 
     def gradients(part: range) -> list[Tensor | None]:
         at(row_dropouts(layer), 0, part.start)
-        cut = map_tensors(given, lambda t: _rows_of(t, part, rows).requires_grad_(t.is_floating_point()))
+        cut = map_tensors(_half(given, part, rows), lambda t: t.requires_grad_(t.is_floating_point()))
         output = tensors(layer(map_tensors(cut, torch.clone)))
         ends = [t for t in output if t.requires_grad and t.dim() and len(t) == len(part)]
         leaves = [t for t in (*tensors(cut), *layer.parameters()) if t.requires_grad]
@@ -377,8 +376,17 @@ def _follows_parameters(holder: nn.Sequential, given: Any) -> bool:
     return len(found) == 2 and any(not torch.equal(t, found[1].get(key, t)) for key, t in found[0].items())
 
 
-def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
-    return (t[part.start : part.stop] if t.dim() and len(t) == count else t).clone()
+def _half(value: Any, part: range, count: int) -> Any:
+    """These rows of what a layer is given, also of the tensors of which only the shape is handed on."""
+    if isinstance(value, tuple) and value[:1] == (SHADOW,):
+        return (SHADOW, len(part), *value[2:]) if value[1] == count else value
+    if isinstance(value, (tuple, list)):
+        return rebuilt(type(value), [_half(one, part, count) for one in value])
+    if items := items_of(value):
+        return rebuilt(type(value), [_half(one, part, count) for one in items.values()], list(items), value)
+    if not isinstance(value, Tensor):
+        return value
+    return (value[part.start : part.stop] if value.dim() and len(value) == count else value).clone()
 
 
 def _differ(whole: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -33,6 +33,7 @@ from minipar.errors import PlanError
 from minipar.models.cutting import Layered, check, first_line, is_inside, undisturbed, units_of, versions
 from minipar.models.tensors import (
     EMPTIED,
+    SHADOW,
     count_rows,
     dtype_name,
     dtype_named,
@@ -45,7 +46,6 @@ from minipar.models.tensors import (
 )
 
 _GIVEN = -1  # the number of the call that gives the model's input
-_SHADOW = "shape of"  # marks what crosses a cut without its numbers
 _READS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
 Source = tuple[int, str]  # a call, and the place of a tensor in what it gave, such as "[0]"
@@ -310,14 +310,14 @@ def _crossing(value: Any, call: int, drops: Collection[Source]) -> Any:
     places = iter([place for place, _ in named_tensors(value, "")])
 
     def kept(one: Tensor) -> Any:
-        return (_SHADOW, *one.shape, dtype_name(one.dtype)) if (call, next(places)) in drops else one
+        return (SHADOW, *one.shape, dtype_name(one.dtype)) if (call, next(places)) in drops else one
 
     return map_tensors(value, kept)
 
 
 def _lit(value: Any, device: torch.device) -> Any:
     """The value, with tensors of no memory for what has crossed as a shape."""
-    if isinstance(value, tuple) and value and isinstance(value[0], str) and value[0] == _SHADOW:
+    if isinstance(value, tuple) and value and isinstance(value[0], str) and value[0] == SHADOW:
         return _hollow(torch.empty((), dtype=dtype_named(value[-1]), device=device), value[1:-1])
     if isinstance(value, (tuple, list)):
         return rebuilt(type(value), [_lit(part, device) for part in value])
@@ -435,7 +435,8 @@ def _layer(
         if path not in units:
             own_copy = shallow(module)
             for name, child in module._modules.items():
-                own_copy._modules[name] = child and part(f"{path}.{name}" if path else name, child)
+                inner = f"{path}.{name}" if path else name
+                own_copy._modules[name] = None if child is None else part(inner, child)
             for name, parameter in module._parameters.items():
                 if parameter is not None and f"{path}.{name}".lstrip(".") not in used:
                     _empty(own_copy, name, parameter)
@@ -467,7 +468,7 @@ def _emptied(module: nn.Module) -> nn.Module:
     found = shallow(module)
     setattr(found, EMPTIED, True)
     for name, child in module._modules.items():
-        found._modules[name] = child and _emptied(child)
+        found._modules[name] = None if child is None else _emptied(child)
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
             _empty(found, name, tensor)

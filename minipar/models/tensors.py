@@ -52,6 +52,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model._modules.values() if layer is not None]
 
 
+SHADOW = "shape of"  # begins the tuple of a shape and a dtype, which is handed on in place of a tensor: `replaying.py`
 EMPTIED = "_minipar_emptied"  # modules without numbers, which stand for those of other layers: see `replaying.py`
 
 
@@ -188,8 +189,8 @@ def take_tokens(value: Any, tokens: range) -> Any:
 
 
 def count_rows(value: Any) -> int:
-    """Number of rows: the size of dimension 0 of the first tensor."""
-    return next(map(len, tensors(value)), 0)
+    """Number of rows: the size of dimension 0 of the first tensor that has one."""
+    return next((len(t) for t in tensors(value) if t.dim()), 0)
 
 
 def check_rows(value: Any, name: str) -> int:

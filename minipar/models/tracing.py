@@ -86,13 +86,16 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
     raise PlanError(f"{errors[0].reason}; with its forward run in each layer, {own}", errors[0].details) from errors[0]
 
 
-def in_layers(model: nn.Module, example: Any) -> nn.Sequential:
-    """Any model as layers: cut between its blocks, or else one layer, with the reason in its report."""
+def in_layers(model: nn.Module, example: Any, uncut: str = "") -> nn.Sequential:
+    """Any model as layers: cut between its blocks, or else one layer, with the reason in its report. `uncut`: a reason
+    that is known."""
     try:
-        return from_torch(model, example)
+        if not uncut:
+            return from_torch(model, example)
     except PlanError as error:
-        whole = Layered({"whole": Whole(model, _call)}, model)
-        return check(model, whole, example, _call, f"one layer, since {error.reason.removeprefix('model: ')}")
+        uncut = error.reason.removeprefix("model: ")
+    whole = Layered({"whole": Whole(model, _call)}, model)
+    return check(model, whole, example, _call, f"one layer, since {uncut}")
 
 
 def _between_operators(model: nn.Module, example: Any, fine: bool) -> Layered:
@@ -248,7 +251,8 @@ def _traced(model: nn.Module, example: Any, fine: bool) -> tuple[fx.Graph, _Whol
             for module, own in modes:
                 module.training = own if mode is model.training else not own
             whole = _Whole(model, example)
-            traced.append((_Tracer(whole, fine).trace(whole), whole))
+            with undisturbed(model):
+                traced.append((_Tracer(whole, fine).trace(whole), whole))
             for module, own in modes:
                 module.training = own
     except Exception as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import minipar
 from minipar import models
 from minipar.errors import PlanError
+from tests import outside
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -110,6 +111,16 @@ def test_a_check_leaves_buffers_gradients_and_random_numbers_alone():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(6, 6))
     assert model[3].weight.grad is None
+
+
+def test_what_a_forward_keeps_is_not_of_the_trace():
+    model = outside.NeuralODE()
+    replaced = model.odefunc.register_buffer("calls", torch.zeros(())) or model.odefunc.calls
+    models.from_torch(model, example())
+    assert type(model.integration_time) is Tensor
+    assert model.odefunc.nfe == 0
+    assert model.odefunc.calls is replaced
+    assert model(example()).shape == (2, 4)
 
 
 @pytest.mark.parametrize("kind", [tuple, dict])

@@ -9,6 +9,7 @@ from torch import nn
 from minipar import data, models
 from minipar.models import randomness
 from minipar.models.randomness import RowDropout, at, replace_dropout, row_dropouts, split_sensitive
+from tests import outside
 
 
 def mask(seed=0, name="a", step=0, first_row=0, rows=8, width=64, p=0.5):
@@ -64,6 +65,16 @@ def test_modules_that_feel_the_split_are_named():
     found = split_sensitive(model)
     assert [text.split()[0] for text in found] == ["0", "2"]
     assert "BatchNorm1d" in found[0]
+
+
+def test_rows_of_which_only_the_shape_is_handed_on_are_fewer_in_a_trial():
+    """The first output of the second layer is a mean over rows; its other one is none."""
+    model = outside.VQVAE()
+    layers = models.from_torch(model, torch.randn(6, outside.WIDTH))
+    assert "its forward runs in each layer" in str(layers.report)
+    assert split_sensitive(layers, torch.randn(6, outside.WIDTH)) == [
+        "decoder (Whole: rows of a micro-batch change each other's results)"
+    ]
 
 
 def _clamped(model: nn.Module) -> None:

@@ -18,11 +18,12 @@ from tests import outside
 
 # Where a model's parts go together with a plan in another way than in those that were tried before.
 SOME = {
-    "annotated": "pp=2 microbatches=2", "deq": "dp=2 zero=2", "dlrm": "checkpoint=sqrt", "siamese": "tp=2",
-    "unet": "dp=2 zero=3", "gat": "pp=2 microbatches=2", "realnvp": "accumulate=2", "lora": "tp=2",
-    "bert (transformers)": "pp=2 microbatches=2", "swin (transformers)": "dp=2 zero=3", "message_passing": "tp=2",
-    "compiled": "pp=2 microbatches=2", "lstm_tagger": "pp=2 microbatches=2", "seq2seq": "tp=2",
-    "gemma (transformers)": "dp=2", "rwkv (transformers)": "tp=2",
+    "annotated": "pp=2 microbatches=2", "deq": "dp=2 zero=2", "dlrm": "checkpoint=sqrt", "vae": "dp=2 zero=3",
+    "unet": "dp=2 zero=3", "gat": "pp=2 microbatches=2", "neural_ode": "pp=2 microbatches=2", "lora": "tp=2",
+    "bert (transformers)": "pp=2 microbatches=2", "lstm_tagger": "tp=2", "message_passing": "tp=2", "siamese": "tp=2",
+    "compiled_blocks": "pp=2 microbatches=2", "realnvp": "accumulate=2", "gemma (transformers)": "dp=2",
+    "vqvae": "accumulate=2", "swin (transformers)": "dp=2 zero=3", "rwkv (transformers)": "tp=2", "seq2seq": "tp=2",
+    "meta_llama": "dp=2",
 }  # fmt: skip
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
@@ -46,25 +47,13 @@ def test_the_page_has_todays_models():
     assert all(int(share.rstrip("%")) >= 100 * least for share, least in asked.items())
 
 
-class Sampling(nn.Module):
-    """A variational autoencoder: it draws between its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(6, 8), nn.Linear(4, 6)
-
-    def forward(self, x):
-        mean, log_deviation = self.encode(x).chunk(2, 1)
-        return self.decode(mean + torch.randn_like(mean) * log_deviation.exp())
-
-
 @pytest.mark.parametrize("plan", ["checkpoint=sqrt", "tp=2"])
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_a_model_that_draws_between_its_modules_is_said_to(clusters, plan):
-    x, cluster = torch.randn(8, 6), clusters(minipar.Plan.parse(plan).ranks)
-    options = {"loss": nn.functional.mse_loss, "cluster": cluster, "progress": False, "steps": 2, "batch": 8}
+    data, cluster = outside.ENTRIES["vae"].data(), clusters(minipar.Plan.parse(plan).ranks)
+    options = {"loss": outside.elbo, "cluster": cluster, "progress": False, "steps": 2}
     assert "draws other numbers in layers than in its own forward" in str(
-        minipar.train(Sampling, (x, x), plan, **options).checked
+        minipar.train(outside.VAE, data, plan, **options).checked
     )
 
 
