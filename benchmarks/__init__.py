@@ -33,6 +33,7 @@ NAMES = (
     "memory",
     "server",
     "checking",
+    "own_model",
     "widgets",
     "site",
     "gpu",

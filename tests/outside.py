@@ -664,11 +664,10 @@ class Forces(nn.Module):
         self.energy = perceptron(1, 8, 1, act=nn.Tanh)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            r = positions.detach().requires_grad_(True)
-            apart = (r[:, :, None] - r[:, None]).pow(2).sum(-1, keepdim=True)
-            energy = self.energy(apart).sum((1, 2, 3))
-            (slope,) = torch.autograd.grad(energy.sum(), r, create_graph=True)
+        r = positions.clone().requires_grad_(True)
+        apart = (r[:, :, None] - r[:, None]).pow(2).sum(-1, keepdim=True)
+        energy = self.energy(apart).sum((1, 2, 3))
+        (slope,) = torch.autograd.grad(energy.sum(), r, create_graph=True)
         return energy, -slope
 
 

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from minipar.data.sharing import rows_of
 from minipar.errors import RankError
 from minipar.models.losses import counted, option, says_count
-from minipar.models.tensors import check_rows, count_bytes, mark_undivided, opaque, take_rows, tensors, undivided
+from minipar.models.tensors import (
+    check_rows,
+    count_bytes,
+    mark_undivided,
+    named_tensors,
+    opaque,
+    take_rows,
+    tensors,
+    undivided,
+)
 from minipar.program import Instruction, Program, Staleness, Value
 from minipar.wording import several
 
@@ -48,6 +57,13 @@ def check_batch(batch: Any, where: str = "data") -> int:
     tensors inside them, have different numbers of rows.
     """
     x, y = pair_of(batch, where)
+    wanted, given = next((len(t) for t in tensors(y) if t.dim()), 0), tensors(x)
+    if len(given) > 1 and all(t.shape[:1] != (wanted,) for t in given):
+        lengths = [f"{name} {tuple(t.shape)}" for name, t in named_tensors(x, "x")]
+        raise RankError(
+            f"{where}: y has {several(wanted, 'row')}, and no tensor of x has as many: {', '.join(lengths)}; a row of "
+            "x, dimension 0 of its tensors, is what belongs to one target (of graphs, a tensor of (graphs, nodes, ...))"
+        )
     rows = check_rows(mark_undivided(x, undivided(x, y)), "x")
     wanted = rows if y is x else check_rows(y, "y")
     if rows != wanted:
@@ -69,6 +85,13 @@ def pair_of(batch: Any, where: str) -> Batch:
         if kind:
             way = "torch.from_numpy(...)" if kind.endswith("ndarray") else "a tensor, or a tuple, list or dict of them"
             raise RankError(f"{where}: {name} has a {kind}, whose rows cannot be divided; possible is {way}")
+        for place, t in named_tensors(part, name):
+            if t.is_nested or str(t.layout) != "torch.strided":
+                kind = "nested" if t.is_nested else "sparse"
+                raise RankError(
+                    f"{where}: {place} is a {kind} tensor, of which no rows can be taken and sent; possible is a dense "
+                    f"one, such as {place}{'.to_padded_tensor(0)' if t.is_nested else '.to_dense()'}"
+                )
     return batch[0], batch[1]
 
 

@@ -57,7 +57,8 @@ from minipar.strategies.rewriting import computed_on_host
 
 
 class Compute:
-    """The layers that a rank holds, and the graphs between their forward and backward.
+    """The layers that a rank holds, and the graphs between their forward and backward, of a program that it is told to
+    `follow`.
 
     rows     the rows of the batch that it works on
     losses   this rank's shares of the step's mean, per step of the program
@@ -104,7 +105,6 @@ class Compute:
         self.experts: LoadCount | None = None
         self.depends: bool | None = None  # whether a loss has depended on parameters; None before the first one
         self.untouched = UntouchedInputs(self.layers, self.sizes)
-        self.follow(program)
 
     def follow(self, program: Program) -> None:
         """Compute for this program from now on, on the same layers."""

@@ -176,17 +176,19 @@ class Job:
         if not layered:
             from minipar.models import cut_bytes  # (torch.fx is not imported for models that are layers)
 
-            again = found is None or uncut
-            layers = self._in_layers(model, uncut) if again else cut_bytes.read(found, model)
-            found = cut_bytes.written(layers, model) if again else found
+            if found is None or uncut:
+                x = self.sample(2)[0][0]
+                key = cut_bytes.fingerprint(model, take_rows(x, range(2)), (count_rows(x), uncut))
+                found = cut_bytes.known(key)
+            layers = self._in_layers(model, x, uncut) if found is None else cut_bytes.read(found, model)
+            found = cut_bytes.written(layers, model, key) if found is None else found
             model = layers
         return model.eval() if self.evaluate else model, found
 
-    def _in_layers(self, model: nn.Module, uncut: str) -> nn.Module:
+    def _in_layers(self, model: nn.Module, x: Any, uncut: str) -> nn.Module:
         """The model cut on two rows of the first batch; on all that there are, where it cannot run on so few."""
         from minipar.models.tracing import in_layers
 
-        x = self.sample(2)[0][0]
         for rows in sorted({2, count_rows(x)}):
             try:
                 return in_layers(model, take_rows(x, range(rows)), uncut)

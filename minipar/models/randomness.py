@@ -29,7 +29,17 @@ from torch import Tensor, nn
 from minipar.errors import RankError
 from minipar.models.network import edges_of
 from minipar.models.reached import reached
-from minipar.models.tensors import SHADOW, copied, count_rows, items_of, map_tensors, rebuilt, take_rows, tensors
+from minipar.models.tensors import (
+    EMPTIED,
+    SHADOW,
+    copied,
+    count_rows,
+    items_of,
+    map_tensors,
+    rebuilt,
+    take_rows,
+    tensors,
+)
 from minipar.program.edges import wiring
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
@@ -81,7 +91,8 @@ def reseed(sources: Iterable[torch.Generator], number: int) -> None:
 
 def dice_of(layer: nn.Module) -> list[Any]:
     """The generators of Python and NumPy that a layer's code or attributes reach: global ones, and its own."""
-    found = [g for _, g in reached(layer, "layer")]
+    elsewhere = lambda one: EMPTIED in getattr(one, "__dict__", ())  # noqa: E731  (modules that other layers call)
+    found = [g for _, g in reached(layer, "layer", elsewhere)]
     numpy = sys.modules.get("numpy")
     kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.RandomState, numpy.random.Generator)
     return [g for g in found if isinstance(g, kinds) and not isinstance(g, random.SystemRandom)]

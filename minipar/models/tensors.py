@@ -58,9 +58,13 @@ EMPTIED = "_minipar_emptied"  # modules without numbers, which stand for those o
 
 def copied(model: nn.Module) -> Any:
     """A deep copy of a module. What its forward makes anew of its parameters, such as the weight of an old
-    torch.nn.utils.weight_norm, may still be in a graph, and torch would refuse to copy it."""
-    made = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor) and not t.is_leaf]
-    kept = {id(module): module for module in model.modules() if EMPTIED in vars(module)}
+    torch.nn.utils.weight_norm, may still be in a graph, and torch would refuse to copy it; so it does what torch.jit
+    has compiled."""
+    modules = [*model.modules(), *(vars(one)["_minipar"][0] for one in model.modules() if "_minipar" in vars(one))]
+    held = [one for module in modules for one in vars(module).values()]
+    made = [t for t in held if isinstance(t, Tensor) and not t.is_leaf]
+    kept: dict[int, Any] = {id(module): module for module in model.modules() if EMPTIED in vars(module)}
+    kept |= {id(one): one for one in held if isinstance(one, torch.jit.ScriptFunction)}
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in made} | kept)
 
 
@@ -276,11 +280,9 @@ def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | N
     """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place.
 
     Gives whether it so changes a tensor that another tensor of its input shares memory with."""
-    before = Unchanged(given)
-    with torch.no_grad():
-        trial = map_tensors(given, torch.clone)
-        after = Unchanged(trial)
-        (run or layer)(trial)
+    before, trial = Unchanged(given), map_tensors(given, lambda t: t.detach().clone())
+    after = Unchanged(trial)
+    (run or layer)(trial)  # (with gradients as it is called: its forward may ask for some)
     if not after.versions_are() or not before.equals(trial):
         setattr(layer, _OVERWRITES, True)
     changed = [

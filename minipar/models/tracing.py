@@ -316,6 +316,9 @@ class _Step:
     name: str
     dead: tuple[str, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> _Step:
+        return self  # (nothing in it changes, and torch copies no function that torch.jit has compiled)
+
     def __call__(self, root: nn.Module, values: dict[str, Any], prefix: str = "") -> Any:
         args, kwargs = (_filled(given, values) for given in (self.args, self.kwargs))
         if self.op == "call_module":

@@ -26,6 +26,8 @@ X, Y = torch.randn(8, 6), torch.randint(0, 3, (8,))
         (((X, X.numpy()), Y), "step 2: x has a numpy.ndarray"),
         ((X[:0], Y[:0]), "step 2: has 0 rows; a step needs at least one: choose fewer steps"),
         ((X, Y[:5]), "step 2: x has 8 rows, but y has 5"),
+        (({"x": X, "edges": X.T}, Y[:4]), r"y has 4 rows, and no tensor of x has as many: x\['x'\] \(8, 6\)"),
+        (((X, X.to_sparse()), Y), r"x\[1\] is a sparse tensor, .*; possible is a dense one, such as x\[1\].to_dense"),
         ((X, Y, Y), "step 2: is a tuple of 3; possible is a pair"),
         (X, "step 2: is a Tensor; possible is a pair"),
         (None, "step 2: is a NoneType; possible is a pair"),

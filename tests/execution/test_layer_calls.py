@@ -51,6 +51,7 @@ def test_a_layer_gets_what_its_program_needs(text: str, added: list[list[str]]) 
     program, model = compiled(text), nn.Sequential(*layers())
     randomness.replace_dropout(model, 0)
     compute = Compute(program, 0, torch.device("cpu"), list(model), nn.functional.mse_loss)
+    compute.follow(program)
     for layer, names in enumerate(added):
         measuring = [] if "call_keeping" in names else ["call_weighed"]
         loss = ["call_with_loss"] if layer == 3 else []

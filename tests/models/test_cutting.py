@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import cloudpickle
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import minipar
 from minipar import models
 from minipar.errors import PlanError
+from minipar.models.tensors import copied
 from tests import outside
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -121,6 +123,30 @@ def test_what_a_forward_keeps_is_not_of_the_trace():
     assert model.odefunc.nfe == 0
     assert model.odefunc.calls is replaced
     assert model(example()).shape == (2, 4)
+
+
+def sigmoid_gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Gated(nn.Module):
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.looks = nn.Linear(6, 8), nn.Linear(8, 6), looks
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # (torch has a newer compiler)
+            self.act = torch.jit.script(sigmoid_gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.looks or bool(x.isfinite().all())
+        return self.last(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_layers_with_a_function_of_torch_jit_can_be_copied(looks):
+    layers = models.from_torch(Gated(looks), example())
+    assert len(layers) == 2
+    assert torch.equal(copied(layers)(example()), layers(example()))
 
 
 @pytest.mark.parametrize("kind", [tuple, dict])

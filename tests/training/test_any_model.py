@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import minipar
 from minipar import PlanError
+from minipar.execution.execution import Job
 from minipar.execution.saving.keeping import model_of
-from minipar.models import cut_bytes
+from minipar.models import cut_bytes, tracing
 from minipar.models.tracing import in_layers
 from tests.plain_loop import assert_equals_plain_torch
 
@@ -163,3 +164,27 @@ def test_how_a_model_is_cut_is_read_by_other_ranks(make):
     assert {n: id(p) for n, p in read.named_parameters()} == {n: id(p) for n, p in second.named_parameters()}
     assert torch.equal(read(x)[0], (second(*x) if make is Speech else second(x))[0])
     assert read.report == layers.report
+
+
+def test_a_model_is_captured_once(monkeypatch):
+    """Whatever the plan; another model, or another first batch, is captured anew."""
+    captured, in_layers_ = [], tracing.in_layers
+    monkeypatch.setattr(cut_bytes, "_known", {})
+    monkeypatch.setattr(tracing, "in_layers", lambda *given: captured.append(given) or in_layers_(*given))
+
+    def made(rate: float = 0.1) -> nn.Module:
+        model = GPT()
+        model.transformer.drop.p = rate
+        return model
+
+    def built(make: Any, *more: Any) -> nn.Module:
+        return Job(make, (ids(), ids(1)), 13, loss, *more).built()[0]
+
+    first, again = built(made), built(made, SGD, 3)
+    assert len(captured) == 1
+    assert torch.equal(first.eval()(ids())[0], built(made).eval()(ids())[0])
+    assert [n for n, _ in again.named_parameters()] == [n for n, _ in first.named_parameters()]
+    assert built(partial(made, 0.2))[-1] is not None
+    assert len(captured) == 2
+    Job(made, (ids(2), ids(1)), 13, loss).built()
+    assert len(captured) == 3
