@@ -10,6 +10,7 @@ same time. Its rates are between those of one message alone and those of message
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from minipar.costs.alpha_beta import AlphaBeta
@@ -29,12 +30,12 @@ class CalibratedCosts:
         ranks = len(program.ranks)
         uncontended, (all_, further) = rates.uncontended, rates.exchanged(ranks)
         rounds_of = _rounds(program)
-        senders = _senders(rounds_of)
+        senders = Counter(turn for sends in rounds_of for turn in set(sends.values()))  # how many ranks send in a round
         self.lines: list[dict[Instruction, tuple[float, LinearCost]]] = []
         for rounds in rounds_of:
             lines: dict[Instruction, tuple[float, LinearCost]] = {}
             for ins, turn in rounds.items():
-                share = (len(senders[turn]) - 1) / max(1, ranks - 1)
+                share = (senders[turn] - 1) / max(1, ranks - 1)
                 one = _between(uncontended, all_, share)
                 overhead = min(one.fixed, _between(uncontended, further, share).fixed)
                 lines[ins] = one.fixed - overhead, LinearCost(overhead, one.per_byte)
@@ -110,12 +111,3 @@ def _rounds(program: Program) -> list[dict[Instruction, int]]:
             known[rank][ins] = sent[rank, index] = turn[rank]
             turn[rank] += 1
     return known
-
-
-def _senders(rounds: list[dict[Instruction, int]]) -> dict[int, set[int]]:
-    """Which ranks send in each round."""
-    found: dict[int, set[int]] = {}
-    for rank, sends in enumerate(rounds):
-        for turn in sends.values():
-            found.setdefault(turn, set()).add(rank)
-    return found

@@ -457,7 +457,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     slow = max(range(len(kinds)), key=lambda k: each[k].times.both)
     backward = each[slow].times.both - each[slow].times.forward
     sums = [_sums(numbers, machine, one, axes, backward) for one, _ in kinds]
-    steps = [optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds]
+    steps = [optimizer_seconds(numbers, machine, _share(numbers, one)) for one, _ in kinds]
     count = _updates(numbers)
     summed, step = count * max(sums), count * max(steps)
 
@@ -597,10 +597,10 @@ def optimizer_seconds(numbers: PlanNumbers, machine: Hardware, updated: int) -> 
     return moved / kernels(machine, numbers.precision).bandwidth
 
 
-def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
-    """How many parameters a rank has of what ZeRO shares out from stage `zero` on."""
+def _share(numbers: PlanNumbers, stage: Stage) -> int:
+    """How many parameters a rank updates: with ZeRO, its share."""
     n = numbers
-    if n.zero < zero:
+    if not n.zero:
         return stage.parameters + stage.experts
     replicas = n.dp * n.cp * copies_of(n)
     return ceil(stage.parameters / (replicas * n.ep)) + ceil(stage.experts / replicas)

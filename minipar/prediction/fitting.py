@@ -30,9 +30,9 @@ MOST = 3  # ways that are named
 
 
 def ways_that_fit(
-    families: Iterable[Sequence[tuple[str, T]]], peak: Callable[[T], int], capacity: int, most: int = MOST
+    families: Iterable[Sequence[tuple[str, T]]], peak: Callable[[T], int], capacity: int
 ) -> list[tuple[str, int]]:
-    """At most `most` ways to fit, with the bytes of the fullest rank: the first plan of each family that fits.
+    """At most MOST ways to fit, with the bytes of the fullest rank: the first plan of each family that fits.
 
     families   of plans with their words, the smaller changes of each family first. A plan is left out if a smaller
                change, some of its words, was enough
@@ -42,7 +42,7 @@ def ways_that_fit(
     enough: list[set[str]] = []
     for family in families:
         for text, built in family:
-            if len(found) == most:
+            if len(found) == MOST:
                 return found
             if not text or any(known <= set(text.split()) for known in enough):
                 continue

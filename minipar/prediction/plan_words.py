@@ -113,12 +113,12 @@ def numbers_of(
     choice = get("checkpoint", "none")
     checkpoint = 0 if choice == "none" else choice
     rounds = get("accumulate", 1) if "microbatches" in table else 1
-    bucket = get("bucket")
+    bucket, gradient = get("bucket"), {"bf16": 2, "float32": FLOAT}.get(get(GRADIENTS, ""), own_gradient(model))
     numbers = PlanNumbers(
         dp, pp, tp, cp, ep, schedule.name, chunks, count, rows, get("zero", 0), checkpoint,
         get("sequence_parallel", False), get("overlap", "backward") != "none",
         get("reduce", "microbatch") == "microbatch",
-        tuple(get("offload", ())), precision, (), known_stack(stack), _gradient(table, model), rounds,
+        tuple(get("offload", ())), precision, (), known_stack(stack), gradient, rounds,
         None if bucket == "auto" else bucket,
         tuple((key, table[key]) for key in _OPTIONS if table.get(key) not in (None, False)),
     )  # fmt: skip
@@ -148,10 +148,6 @@ def known_stack(name: str | None) -> str:
 def own_gradient(model: Sizes) -> int:
     """Bytes of a 16-bit parameter's whole gradient in minipar's own runs; 0 for models that it does not build."""
     return 2 * (isinstance(model, Transformer) and model.built)
-
-
-def _gradient(table: Mapping[str, Any], model: Sizes) -> int:
-    return {"": own_gradient(model), "bf16": 2, "float32": FLOAT}[table.get(GRADIENTS, "")]
 
 
 def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple[int, float]:
