@@ -241,6 +241,14 @@ def test_readme_begins_with_the_two_commands():
     assert 0 < text.index("make demo") < text.index("make test") < 3000
 
 
+def test_a_model_of_ones_own_takes_twelve_lines():
+    """From the installation to a checked run under dp=2 and its picture; that they run is tested below."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = [one for one in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "class Net" in one]
+    assert len([line for line in block.splitlines() if line.strip()]) + 1 <= 12
+    assert all(word in block for word in ('"dp=2", check=True', "max_error()", "savefig"))
+
+
 def test_ci_runs_the_readmes_commands():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111

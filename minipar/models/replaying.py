@@ -17,11 +17,13 @@ What is needed is found in one run of the example: every value has the numbers o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,9 +88,10 @@ class _Sources(TorchFunctionMode):
         super().__init__()
         self.known: dict[int, tuple[Tensor, set[Any]]] = {}
         self.read: set[Any] = set()
+        self.checked: set[Any] = set()  # what torch.distributions reads, only to refuse numbers that are none
 
     def of(self, value: Any) -> set[Any]:
-        found = set(self.read)
+        found = self.read | self.checked
         for one in _all_tensors(value):
             found |= self.known.get(id(one), (one, set()))[1]
         return found
@@ -100,7 +103,8 @@ class _Sources(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         sources = self.of((args, kwargs))
         if func in _READS:
-            self.read |= sources
+            code = sys._getframe(1).f_code.co_filename
+            (self.checked if "distributions" in Path(code).parts[-2:] else self.read).update(sources)
         changed = [args[0]] if args and isinstance(args[0], Tensor) and (found is None or found is args[0]) else []
         for one in [*_all_tensors(found), *changed]:
             self.name(one, sources)

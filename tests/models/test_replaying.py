@@ -177,6 +177,22 @@ class Halting(Odd):
         return {"logits": self.head(h)}
 
 
+class Policy(Odd):
+    """torch.distributions looks whether its numbers are some; the ranks' forward, too."""
+
+    def forward(self, ids: Tensor, keep: Tensor | None = None) -> dict[str, Tensor]:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = torch.distributions.Normal(block(h, mask=1, table=(0, 0), cache=Cache())[0], self.scale).mean
+        return {"logits": self.head(h)}
+
+
+def test_what_is_only_checked_decides_nothing():
+    report = models.from_torch(Policy(), example("alone")).report
+    assert report.layers == ("embed", "blocks_0", "blocks_1", "blocks_2", "head")
+    assert report.crossings[2].names == ("blocks.0", "blocks.1")  # (what a layer checks again must be there)
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
