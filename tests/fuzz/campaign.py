@@ -480,15 +480,20 @@ def _served(pair: Pair, found: Found) -> Outcome:
     plan = pair.plan
     log = served_order(found.order, int(plan.get("dp", 1)), int(plan.get("microbatches", 1)))
     clip = float(plan["clip"]) if "clip" in plan else None
-    replay = partial(oracle.replayed, job_of(pair), log, clip)
-    values = replay().parameters
-    mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
+    job = job_of(pair)
+    trained = [name for name, p in job.build().named_parameters() if p.requires_grad]  # (servers have no others)
+
+    def replay(nudge: float = 0.0) -> dict[str, Tensor]:
+        parameters = oracle.replayed(job, log, clip, nudge).parameters
+        return {name: parameters[name] for name in trained}
+
+    values, mine = replay(), found.parameters or {}
     if all(v.isfinite().sum() == mine[k].isfinite().sum() == 0 for k, v in values.items() if v.numel()):
         return Outcome("invalid", "late gradients diverge")
     error, name = far(mine, values)
     if error <= BOUND:
         return Outcome("equal")
-    noise, _ = far(replay(NUDGE).parameters, values)
+    noise, _ = far(replay(NUDGE), values)
     if error <= 1000 * noise:
         return Outcome("rounding", f"{error:.1e}, noise {noise:.1e}")
     return Outcome("WRONG", f"{error:.1e} from the replay: {name}")
