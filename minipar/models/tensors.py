@@ -334,7 +334,7 @@ def _smooth(tensor: Tensor) -> bool:
 
 def storages(values: Iterable[Tensor]) -> dict[int, int]:
     """Address and bytes of each distinct storage. Addresses are distinct as long as all storages are alive."""
-    found = (t.untyped_storage() for t in values if not t._is_zerotensor())  # (torch.func.jvp has zeros without memory)
+    found = (part.untyped_storage() for t in values for part in _memory_parts(t))
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
@@ -357,6 +357,15 @@ def saving_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor])
             yield
     finally:
         graph.disable_saved_tensors_hooks = refuse
+
+
+def _memory_parts(t: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in whose memory a tensor's numbers lie."""
+    if t.layout is torch.sparse_coo:
+        return t._indices(), t._values()
+    if t.layout is torch.sparse_csr:
+        return t.crow_indices(), t.col_indices(), t.values()
+    return () if t._is_zerotensor() else (t,)  # (torch.func.jvp has zeros without memory)
 
 
 def spec(value: Any) -> Any:

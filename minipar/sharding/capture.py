@@ -204,6 +204,10 @@ def _captured(
             if not compare:
                 raise
             why = error.reason.partition(": ")[2] or error.reason
+        except Exception as error:  # such as a buffer that has the name of an attribute of torch.fx
+            if not compare:
+                raise
+            why = f"what was captured of it cannot run ({type(error).__name__}: {first_line(error)})"
     graph, output = graph_of(module, given, why, flows)
     return Layer(graph), None, output
 

@@ -325,7 +325,8 @@ def _difference(kind: str, name: str, step: int, mine: Tensor | None, plain: Ten
 def pieces_of(kind: str, named: Named) -> Iterator[Slice]:
     """Whole tensors as ranks bring them."""
     for name, values in named.items():
-        yield Slice(f"{kind}/{name}", tuple(values.shape), 0, values.reshape(-1))
+        if values.layout is torch.strided:  # (a sparse buffer is no state)
+            yield Slice(f"{kind}/{name}", tuple(values.shape), 0, values.reshape(-1))
 
 
 def error_of(some: Iterable[Difference]) -> float:

@@ -188,3 +188,35 @@ def test_a_model_is_captured_once(monkeypatch):
     assert len(captured) == 2
     Job(made, (ids(2), ids(1)), 13, loss).built()
     assert len(captured) == 3
+
+
+class LightGCN(nn.Module):
+    """gusye1234/LightGCN-PyTorch: users and items are nodes of a sparse graph, over which their tables are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(5, 4), nn.Embedding(7, 4)
+        links = (torch.arange(35).view(5, 7) % 3 == 0).float()
+        graph = torch.zeros(12, 12)
+        graph[:5, 5:], graph[5:, :5] = links, links.t()
+        self.register_buffer("graph", (graph / graph.sum(1, keepdim=True).clamp(min=1)).to_sparse().coalesce())
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        nodes = torch.cat([self.user.weight, self.item.weight])
+        seen = [nodes]
+        for _ in range(2):
+            seen.append(torch.sparse.mm(self.graph, seen[-1]))
+        users_, items_ = torch.stack(seen).mean(0).split([5, 7])
+        return (users_[users] * items_[items]).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*computed whole")  # (torch.export takes no buffer with the name `graph`)
+@pytest.mark.parametrize("plan", ["dp=2 zero=2", "tp=2"])
+def test_a_sparse_buffer(clusters, plan):
+    """It is the model's, and nothing of it is saved."""
+    x = torch.arange(12) % 5, torch.arange(12) % 7
+    data = x, torch.linspace(-1, 1, 12)
+    run = assert_equals_plain_torch(
+        clusters, plan, LightGCN, data, nn.functional.mse_loss, SGD, call=lambda m, x: m(*x)
+    )
+    assert list(model_of(run.shares, "test")) == ["user.weight", "item.weight"]

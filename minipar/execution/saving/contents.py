@@ -182,13 +182,14 @@ def _share(piece: Slice, k: int, n: int) -> Iterator[Slice]:
 
 
 def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a layer's state, with their names in the model."""
+    """The buffers that belong to a layer's state, with their names in the model. (One that is sparse is the model's: as
+    an adjacency of all nodes it does not change.)"""
     if isinstance(layer, Node):
-        yield from layer.state.items()
+        yield from ((name, values) for name, values in layer.state.items() if values.layout is torch.strided)
         return
     parameters = {name for name, _ in layer.named_parameters(remove_duplicate=False)}
     for name, values in layer.state_dict().items():
-        if name not in parameters and isinstance(values, Tensor):
+        if name not in parameters and isinstance(values, Tensor) and values.layout is torch.strided:
             yield f"{prefix}.{name}", values
 
 
