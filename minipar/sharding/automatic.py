@@ -23,6 +23,7 @@ from minipar.sharding.graph import Graph, Layer, Operator
 from minipar.sharding.propagation import (
     Preset,
     Sharding,
+    Ways,
     has_names,
     megatron,
     propagate,
@@ -93,7 +94,8 @@ def _of_layer(
     graph, ranks = layer.graph, mesh.length(axis)
     plain = Layer(graph)
     annotations: dict[str, str] = {}
-    now = propagate(plain, {}, mesh, given)
+    ways: Ways = {}
+    now = propagate(plain, {}, mesh, given, ways=ways)
     for op in graph.operators:
         if now[op.name].choices[axis].divided:
             continue
@@ -101,7 +103,7 @@ def _of_layer(
         for place in _columns(op, graph, ranks, shared):
             text = f"{place} on {axis}"
             try:
-                sharding = propagate(plain, {**annotations, op.name: text}, mesh, given)
+                sharding = propagate(plain, {**annotations, op.name: text}, mesh, given, ways=ways)
             except PlanError:
                 continue  # it does not go together with what stands already
             if sharding[op.name].choices[axis].divided and _agrees(sharding, shared, axis):

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from minipar.costs.alpha_beta import collective_seconds
 from minipar.errors import PlanError
@@ -239,6 +240,10 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
     raise PlanError(f"annotation {unused[0]!r}: no operator or parameter has such a name{_close(unused[0], names)}")
 
 
+# Choices of operators by their number and shapes, and by the pieces that were asked for.
+Ways = dict[tuple[Any, ...], tuple[Choice, ...]]
+
+
 # One axis -------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +254,8 @@ class _Axis:
     known    placements that tensors have, or that a neighbour would like them to have
     chosen   choices of operators, by their number
     kept     tensors that are carried from slice to slice as R: all that read them read them so
+    silent   what was known around an operator, by its number, when nothing spoke for a choice
+    ways     the choices of operators that were asked for before
     """
 
     graph: Graph
@@ -264,6 +271,8 @@ class _Axis:
     known: dict[str, Placement] = field(default_factory=dict)
     chosen: dict[int, Choice] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
+    silent: dict[int, list[tuple[int, Placement]]] = field(default_factory=dict)
+    ways: Ways = field(default_factory=dict)
 
     def settle(self) -> None:
         """Choose for every operator."""
@@ -301,7 +310,7 @@ class _Axis:
         wanted = [(j, self.known[name]) for j, name in enumerate(tensors) if name in self.known]
         cuts = [(j, p) for j, p in wanted if p.kind == "S"]
         sums = [(j, p) for j, p in wanted if p == P and j >= len(op.inputs)]
-        if not cuts and not sums:
+        if (not cuts and not sums) or self.silent.get(k) == wanted:
             return None
         possible = self._possible(k, cuts)
         fixed = [(j, self.fixed[name][0]) for j, name in enumerate(tensors) if name in self.fixed]
@@ -319,13 +328,17 @@ class _Axis:
         ]  # fmt: skip
         speaking = [c for c in speaking if c.divided or c.name == "sum"]
         if not speaking:
+            self.silent[k] = wanted
             return None
         return min(speaking, key=lambda c: self._price(k, c, cuts))
 
     def _possible(self, k: int, wanted: Sequence[tuple[int, Placement]] = ()) -> list[Choice]:
         """The choices that an operator has beside those on other axes."""
         op = self.graph.operators[k]
-        every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted)
+        key = k, self.ranks, *self.ins[k], *self.outs[k], *wanted
+        if key not in self.ways:
+            self.ways[key] = choices(op, self.ins[k], self.outs[k], self.ranks, wanted)
+        every = self.ways[key]
         taken = any(choice.exclusive for choice in self.outer[k].values())
         found = [choice for choice in every if not (choice.exclusive and taken)]
         kept = [j for j, name in enumerate(op.inputs) if name in self.kept]
@@ -459,12 +472,14 @@ def propagate(
     mesh: Mesh,
     given: Mapping[str, Form] | None = None,
     links: Mapping[str, Link] | None = None,
+    ways: Ways | None = None,
 ) -> Sharding:
     """The forms of all tensors of a layer, from a few that are fixed by name.
 
     annotations   {"*.mlp.0": "S-1 on tp"}: patterns of operators and parameters, and forms
     given         the forms in which tensors come that the graph is given; others are taken as it suits
     links         (alpha, beta) of each axis, for the repartitions
+    ways          kept from one call to the next, for the same graph: how each operator may be divided
 
     Errors: PlanError with operator, tensor and the nearest choice, where an annotation cannot be.
     """
@@ -472,7 +487,7 @@ def propagate(
     used: set[str] = set()
     fixed = resolve(layer, annotations, mesh, used)
     check_used(annotations, used, [layer])
-    return _propagate(layer, fixed, mesh, dict(given or {}), dict(links or {}))
+    return _propagate(layer, fixed, mesh, dict(given or {}), dict(links or {}), ways={} if ways is None else ways)
 
 
 def _propagate(
@@ -482,6 +497,7 @@ def _propagate(
     given: Mapping[str, Form],
     links: Mapping[str, Link],
     tokens: Set[str] = frozenset(),
+    ways: Ways | None = None,
 ) -> Sharding:
     """The same, of annotations that are resolved.
 
@@ -507,11 +523,13 @@ def _propagate(
             comes = {name: form.on(axis) for name, form in given.items()}
             given_so = {name for name in graph.before if comes.get(name) == R}
             state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, chosen, given_so)
+            if ways is not None:
+                state.ways = ways
             state.settle()
             if axis in tokens:
                 whole_on[axis] = {name for name in graph.after if state.written(name).kind in ("S", "R")}
                 if whole_on[axis]:
-                    state = replace(state, kept=given_so | whole_on[axis], known={}, chosen={}, writers={})
+                    state = replace(state, kept=given_so | whole_on[axis], known={}, chosen={}, writers={}, silent={})
                     state.settle()
             for k in range(len(graph.operators)):
                 choice = chosen[k][axis] = state.chosen[k]

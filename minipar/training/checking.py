@@ -48,7 +48,7 @@ _COLD, _REPLAY = 2, 4  # how many times as long a first step takes as others, an
 _SHAKE, _MORE = 32, 30  # so many roundings of each parameter are tried, and a run's may lead so many times as far
 TF32 = 2.0**-11  # relative rounding of products on a GPU
 _SLACK = 8  # roundings of a parameter in an update of it
-_TERMS = 64  # roundings of the largest gradient that are left where the terms of one cancel
+_TERMS = 64  # roundings of the largest gradient that may be left where the terms of one cancel entirely
 _SMALL = 0.01  # a tensor this much smaller than the largest one may have the error of one of this size
 Named = Mapping[str, Tensor]
 
@@ -342,16 +342,16 @@ def error_of(some: Iterable[Difference]) -> float:
 
 
 def beyond(some: Sequence[Difference], eps: float) -> list[Difference]:
-    """Those that are beyond rounding, if it takes half of the digits. Where the terms of a gradient cancel, as those of
-    a bias before a norm do, their rounding is all that is left."""
+    """Those that are beyond rounding, if it takes half of the digits. Terms of a gradient may be as large as the
+    largest gradient, and cancel; where they do so entirely, as before a norm, their rounding is all that is left."""
     scale: dict[str, float] = {}
     for one in some:
         scale[one.kind] = max(scale.get(one.kind, 0.0), one.scale)
 
     def bound(one: Difference) -> float:
         largest, rounding = scale[one.kind], max(eps * (one.kind in ("loss", "gradient")), one.eps)
-        cancels = one.kind == "gradient" and one.size <= _TERMS * one.eps * largest
-        left = _TERMS * rounding * largest if cancels else 0.0
+        terms = _TERMS if one.size <= _TERMS * one.eps * largest else 1
+        left = terms * rounding * largest if one.kind == "gradient" else 0.0
         return float(rounding**0.5 * max(one.scale, _SMALL * largest) + left + one.slack)
 
     return [one for one in some if one.apart > bound(one)]
