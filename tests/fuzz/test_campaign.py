@@ -29,6 +29,7 @@ FOUND = (  # pairs that were wrong or crashed once
     71615,  # a loss that is no mean of its parts from step 1 on, in a plan that only computes it
     74555,  # a frozen part of a reentrant checkpoint, without a gradient for all its parameters
     83303,  # in bfloat16: the gradient of a bias before a norm is rounding alone
+    103443,  # parts of gradients of ranks that share layers, which topk cannot make smaller: refused
     74853,  # a worker of an asynchronous server whose rows count nothing: its gradient is zeros, and is an update
     51627, 52155, 51207,  # a stage that gets no gradient, without flushes: its parameters do not decay
 )  # fmt: skip

@@ -96,6 +96,12 @@ def sum_parts(draft: Draft) -> Draft:
     """
     layout = draft.layout
     axes = {g: _partial(group.form, layout) for g, group in enumerate(layout.shape.groups) if "P" in group.form}
+    choice = draft.plan.compress
+    if axes and choice.startswith(("topk", "powersgd")):
+        raise PlanError(
+            f"compress={choice}: ranks that share layers make parts of the gradient of parameter group {min(axes)}, and "
+            "what is left out of a gradient is kept by ranks that have all of it; possible are compress=bf16, none"
+        )
     partial = frozenset(axes)
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
     if draft.bucket != "none":
