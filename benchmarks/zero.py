@@ -159,7 +159,7 @@ def _bytes_of_program(name: str, layers: int, ranks: int) -> list[int]:
 
 def measure(quick: bool = False) -> list[Row]:
     rows: list[Row] = []
-    layers, rounds, warm_up = (2, 2, 1) if quick else (LAYERS, 9, 2)
+    layers, rounds, warm_up = (2 if quick else LAYERS), 9, 2
     for ranks in (2,) if quick else (2, 4):
         with Cluster(ranks) as ours, Cluster(ranks, keep_freed_memory=False) as plain:
             ours.run(_enter_minipar, layers)

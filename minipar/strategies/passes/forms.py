@@ -99,8 +99,8 @@ def sum_parts(draft: Draft) -> Draft:
     choice = draft.plan.compress
     if axes and choice.startswith(("topk", "powersgd")):
         raise PlanError(
-            f"compress={choice}: ranks that share layers make parts of the gradient of parameter group {min(axes)}; what "
-            "is left out of a gradient is kept by ranks that have all of it. Possible are compress=bf16 and none"
+            f"compress={choice}: ranks that share layers make parts of the gradient of parameter group {min(axes)}, "
+            "and what is left out of a gradient is kept by ranks that have all of it; possible are compress=bf16, none"
         )
     partial = frozenset(axes)
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
