@@ -162,4 +162,6 @@ def replayed(job: Job, log: RecordedOrder, clip: float | None = None, nudge: flo
     nudge   how much to change the parameters at first
     """
     found = reference.run(plainly.task_of(job, log, clip=clip, shaken=nudge))
-    return Result(found.losses, found.gradients, found.parameters, found.buffers)
+    kept = job.build().state_dict()  # (buffers that are not persistent are not saved)
+    buffers = {name: b for name, b in found.buffers.items() if name in kept}
+    return Result(found.losses, found.gradients, found.parameters, buffers)
