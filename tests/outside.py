@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -1411,17 +1412,23 @@ def tried(clusters: Clusters, name: str, plan: str) -> Found:
 
 
 def table(found: dict[tuple[str, str], Found]) -> str:
-    """All that was found, as a page shows it."""
+    """All that was found, as a page shows it: a row for what is refused anywhere, and the names of all others."""
     names = list(dict.fromkeys(name for name, _ in found))
-    families = {ENTRIES[name].family for name in names}
+    families = list(dict.fromkeys(ENTRIES[name].family for name in names))
     lines = [f"Of {len(names)} models of {len(families)} families are accepted, each equal to plain torch:", ""]
-    lines += [f"| model | family | cut | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 3) + "|"]
+    lines += [f"| model | cut | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 2) + "|"]
     shares = [sum(found[name, plan].word == "equal" for name in names) / len(names) for plan in PLANS]
-    lines.append(f"| all | | | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    lines.append(f"| all | | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    everywhere: dict[str, list[str]] = {}
     for name in names:
-        cut = next((one.text for plan in PLANS if (one := found[name, plan]).word == "equal"), "")
         words = ["=" if (word := found[name, plan].word) == "equal" else word for plan in PLANS]
-        lines.append(f"| {name} | {ENTRIES[name].family} | {_short(cut)} | {' | '.join(words)} |")
+        if {*words} == {"="}:
+            everywhere.setdefault(ENTRIES[name].family, []).append(name.removesuffix(" (transformers)"))
+            continue
+        cut = next((one.text for plan in PLANS if (one := found[name, plan]).word == "equal"), "")
+        lines.append(f"| {name} ({ENTRIES[name].family}) | {_short(cut)} | {' | '.join(words)} |")
+    text = "; ".join(f"{family}: {', '.join(some)}" for family, some in everywhere.items())
+    lines += ["", *textwrap.wrap(f"Under all of these plans: {text}.", 120, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 

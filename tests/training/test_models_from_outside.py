@@ -41,9 +41,16 @@ def test_the_page_has_todays_models():
     """Its table is that of the list as it is now; `python -m tests.outside` writes it anew."""
     table = outside.PAGE.read_text().partition(outside.BEGIN)[2].partition(outside.END)[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-    assert rows[0] == ["model", "family", "cut", *outside.PLANS]
-    assert [row[:2] for row in rows[3:]] == [[name, entry.family] for name, entry in outside.ENTRIES.items()]
-    asked = dict(zip(rows[2][3:], outside.PLANS.values(), strict=True))
+    assert rows[0] == ["model", "cut", *outside.PLANS]
+    refused = {row[0].removesuffix(f" ({outside.ENTRIES[name].family})") for row in rows[3:]
+               for name in outside.ENTRIES if row[0].startswith(f"{name} (")}  # fmt: skip
+    groups = " ".join(table.partition("Under all of these plans: ")[2].split()).rstrip(".").split("; ")
+    equal = {
+        (family, name) for family, _, names in (group.partition(": ") for group in groups) for name in names.split(", ")
+    }
+    told = equal | {(outside.ENTRIES[name].family, name) for name in refused}
+    assert told == {(one.family, name.removesuffix(" (transformers)")) for name, one in outside.ENTRIES.items()}
+    asked = dict(zip(rows[2][2:], outside.PLANS.values(), strict=True))
     assert all(int(share.rstrip("%")) >= 100 * least for share, least in asked.items())
 
 
