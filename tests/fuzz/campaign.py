@@ -388,6 +388,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
         return Outcome("invalid", str(error).split("\n")[0])
     if not (all(map(math.isfinite, expected.losses)) and all(p.isfinite().all() for p in expected.parameters.values())):
         return Outcome("invalid", "not finite")
+    if any(g.numel() and g.abs().max() > 1e30 for one in expected.gradients for g in one.values()):
+        return Outcome("invalid", "diverges")
 
     def late(*_: object) -> None:
         raise TookTooLong(f"no end within {LIMIT} s")
