@@ -128,7 +128,7 @@ def _check_count(counts: float, count: float) -> None:
     if abs(count - counts) > 1e-6 * counts:
         raise RankError(
             f"the loss gave (sum, count) with count {count:g}, but its targets weigh {counts:g}; say what it counts, "
-            "of y alone, with losses.weighted(loss, count=lambda y: ...)"
+            "of y alone, with minipar.models.losses.weighted(loss, count=lambda y: ...)"
         )
 
 

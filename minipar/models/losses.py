@@ -98,7 +98,7 @@ class Counting:
             except Exception as error:
                 raise PlanError(
                     f"loss: gives (sum, count), and its count could not be found by calling it on zeros: {error}; say "
-                    "it with losses.weighted(loss, count=lambda y: ...)"
+                    "it with minipar.models.losses.weighted(loss, count=lambda y: ...)"
                 ) from error
             total += float(count)
         return total
@@ -489,7 +489,7 @@ def _rows_of(t: Tensor, part: range, count: int) -> Tensor:
 
 _WAYS = (
     "so it cannot be split into micro-batches. Let it return (sum, count), or say what its mean is over with "
-    "losses.weighted(loss, count=lambda y: ...); or train with dp=1 microbatches=1"
+    "minipar.models.losses.weighted(loss, count=lambda y: ...); or train with dp=1 microbatches=1"
 )
 
 

@@ -86,7 +86,7 @@ def find_count(own: Own, model: nn.Module, x: Any, parts: int) -> tuple[Count, s
             f"loss=None: of {TRIED} rows the model's own loss is {seen[0]:.6g}, and of 1 + 2 of them {seen[1]:.6g} and "
             f"{seen[2]:.6g}; it is a mean neither over rows nor over what {', '.join(name for name, _ in named)} have "
             f"other than {', '.join(map(str, _IGNORED))}, so it cannot be split. Say what it counts with "
-            "loss=losses.weighted(None, count=lambda batch: ...), or train with dp=1 microbatches=1"
+            "loss=minipar.models.losses.weighted(None, count=lambda batch: ...), or train with dp=1 microbatches=1"
         )
     return left[0], ""
 
