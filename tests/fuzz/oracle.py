@@ -1,7 +1,9 @@
 """The correct result of a pair of model and plan: plain torch loops that share no code with the engine.
 
-    whole(...)      the whole batch and the original model: every synchronous plan must equal it
-    replayed(...)   the log of replicas that train alone, of parameter servers, or of a pipeline without flushes
+    whole(...)     the whole batch and the original model: every synchronous plan must equal it
+    locally(...)   replicas that train alone, and are averaged: local_steps
+    served(...)    the recorded order of parameter servers
+    stale(...)     the recorded order of a pipeline without flushes
 
 One thing in the model is replaced: nn.Dropout draws from a generator in call order; the dropout that replaces it has a
 mask that is a function of (seed, step, row, name). It is written here a second time, from that definition.
@@ -11,18 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minipar.execution.execution import Job
-from minipar.trace.recorded_order import RecordedOrder
-from minipar.training import plainly, reference
-from tests.fuzz.models import Spec, build, loss_of
+from tests.fuzz.models import Spec, build, loss_of, whole_of
 
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -156,12 +156,252 @@ def whole(plain: Plain, batches: Batches, steps: int, clip: float | None = None,
     return plain.close(result)
 
 
-def replayed(job: Job, log: RecordedOrder, clip: float | None = None, nudge: float = 0.0) -> Result:
-    """Train by the log of a run, by the process of plain torch itself, which shares nothing with the engine.
+def parts(rows: int, count: int) -> list[range]:
+    """So many runs of neighbouring rows, the first ones larger by one."""
+    each, more = divmod(rows, count)
+    starts = [k * each + min(k, more) for k in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
-    nudge   how much to change the parameters at first
+
+def weight(y: Tensor) -> int:
+    """How many targets count: of classes those that are not -100; else all rows."""
+    return int((y != -100).sum()) if y.dtype is torch.int64 else len(y)
+
+
+def locally(
+    spec: Spec, batches: Batches, steps: int, seed: int, optimizer: Make, replicas: int, microbatches: int, every: int,
+    nudge: float = 0.0, scheduler: Any = None,
+) -> Result:  # fmt: skip
+    """Local SGD: copies that train by themselves, averaged after every so many steps and the last. One
+    that counts nothing in a step has a gradient of zeros."""
+    copies = [plain_of(spec, seed, optimizer, nudge, scheduler) for _ in range(replicas)]  # (a deep copy has no hooks)
+    first, result = copies[0], Result()
+    for step in range(steps):
+        x, y = batches(step)
+        cut = parts(len(x), replicas * microbatches)
+        loss, gradients = 0.0, {name: torch.zeros_like(p) for name, p in first.named.items()}
+        for r, plain in enumerate(copies):
+            mine = slice(cut[r * microbatches].start, cut[(r + 1) * microbatches - 1].stop)
+            own, total = weight(y[mine]), weight(y)
+            if not own:
+                if mine.start == mine.stop:
+                    for p in plain.named.values():
+                        p.grad = torch.zeros_like(p)
+                elif (nothing := whole_of(plain.output(x[mine], step, mine.start))).requires_grad:
+                    (nothing.sum() * 0).backward()
+                plain.update()
+                continue
+            value = plain.value(x[mine], y[mine], step, mine.start)
+            if value.requires_grad:
+                value.backward()
+            loss += value.item() * own / total
+            for name, g in plain.taken().items():
+                gradients[name] += g * (own / total)
+            plain.update()
+        result.losses.append(loss)
+        result.gradients.append(gradients)
+        if (step + 1) % every == 0 or step == steps - 1:
+            for name in first.named:
+                mean = torch.stack([plain.named[name].detach() for plain in copies]).mean(0)
+                for plain in copies:
+                    plain.named[name].data.copy_(mean)
+    return first.close(result)
+
+
+def served(
+    spec: Spec, batches: Batches, order: Sequence[Any], seed: int, optimizer: Make, workers: int,
+    microbatches: int, clip: float | None = None, nudge: float = 0.0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
+
+    A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
+    it takes, and a worker's rows of a step are those of its micro-batches.
     """
-    found = reference.run(plainly.task_of(job, log, clip=clip, shaken=nudge))
-    kept = job.build().state_dict()  # (buffers that are not persistent are not saved)
-    buffers = {name: b for name, b in found.buffers.items() if name in kept}
-    return Result(found.losses, found.gradients, found.parameters, buffers)
+    plain = plain_of(spec, seed, optimizer, nudge)
+    seen: dict[tuple[int, int], dict[str, Tensor]] = {}
+    taking: list[tuple[int, int]] = []
+    for row in order:
+        kind = row.kind.name
+        if kind == "ANSWER":
+            seen[row.worker, row.step] = {name: p.detach().clone() for name, p in plain.named.items()}
+        elif kind == "TAKE":
+            taking.append((row.worker, row.step))
+        elif kind == "APPLY":
+            now = {name: p.detach().clone() for name, p in plain.named.items()}
+            total: dict[str, Tensor] = {}
+            rows = of = 0
+            for worker, step in taking:
+                x, y = batches(step)
+                cut = parts(len(x), workers * microbatches)
+                mine = slice(cut[worker * microbatches].start, cut[(worker + 1) * microbatches - 1].stop)
+                own, of = weight(y[mine]), weight(y)
+                if mine.start == mine.stop:
+                    continue
+                rows += own
+                for name, p in plain.named.items():
+                    p.data.copy_(seen[worker, step][name])
+                if own:
+                    value = plain.value(x[mine], y[mine], step, mine.start) * (own / of)
+                else:  # (rows that count nothing have a gradient of zeros)
+                    value = whole_of(plain.output(x[mine], step, mine.start)).sum() * 0
+                if value.requires_grad:
+                    value.backward()
+                for name, g in plain.taken(there=True).items():
+                    total[name] = total[name] + g if name in total else g
+                plain.model.zero_grad()
+            for name, p in plain.named.items():
+                p.data.copy_(now[name])
+                p.grad = total[name] * (of / (rows or of)) if name in total else None
+            if clip is not None and plain.named:
+                torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
+            plain.update()
+            taking = []
+    return {name: p.detach().clone() for name, p in plain.named.items()}
+
+
+def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make, nudge: float = 0.0) -> Result:
+    """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
+
+    On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
+    becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
+    of a rank come together for each update.
+    """
+    plain, result = plain_of(spec, seed, optimizer, nudge), Result()
+    layers = [layer for layer in plain.model._modules.values() if layer is not None]
+    every, m = program.contract.every, program.microbatches
+    waiting = [_done(row, m) for row in program.ranks]
+    replicas = dict(program.mesh)["dp"]
+    stages = len(waiting) // replicas  # rank r has stage r % stages of replica r // stages
+    held = [[layers[l] for l in program.placement[s]] for s in range(stages)]
+    names = {id(p): name for name, p in plain.named.items()}
+    mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
+    versions = [{0: _copy(own)} for own in mine]
+    optimizers = [optimizer_of(optimizer, own) if own else None for own in mine]
+    sums: list[dict[str, Tensor]] = [{} for _ in mine]
+    given: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what the rank before handed on
+    arrived: dict[tuple[int, int], list[Tensor | None]] = {}
+    graphs: dict[tuple[int, int], Any] = {}
+    count = max((i for row in waiting for what, i, _ in row if what == "F"), default=-1) + 1
+    result.losses = [0.0] * (count if every is not None else count // m)
+    last = stages - 1
+
+    def forward(r: int, i: int, version: int) -> None:
+        x, y = batches(i // m)
+        replica, s = divmod(r, stages)
+        rows = parts(len(x), m * replicas)[replica * m + i % m]
+        x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
+        start = x if s == 0 else given.pop((r, i))
+        own = plain_of(spec, seed, optimizer)
+        for name in mine[r % stages]:
+            own.named[name].data.copy_(versions[r % stages][version][name])
+        leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))
+        value = _tree(leaves, torch.clone)
+        ends: list[Tensor] = []
+        if rows:
+            own.where |= {"step": i // m, "row": rows.start}
+            for layer in [[*own.model._modules.values()][l] for l in program.placement[s]]:
+                value = layer(value)
+            ends = _differentiable(value)
+            if s == last:
+                share = 1 / every / replicas if every is not None else weight(target) / (weight(y) or 1)
+                share = share if weight(target) else 0.0
+                ends = [plain.loss(value, target) * share if share else whole_of(value).sum() * 0]
+                result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
+        graphs[r, i] = leaves, ends, own
+        if s < last:
+            given[r + 1, i] = value if rows else start
+
+    def backward(r: int, i: int, version: int) -> None:
+        leaves, ends, own = graphs.pop((r, i))
+        s = r % stages
+        for name in mine[r % stages]:
+            own.named[name].data.copy_(versions[r % stages][version][name])
+        into = arrived.pop((r, i), [None] * len(ends))
+        pairs = [
+            (t, g) for t, g in zip(ends, into, strict=bool(ends)) if t.requires_grad and (g is not None or s == last)
+        ]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if s:
+            arrived[r - 1, i] = [t.grad for t in _differentiable(leaves)]
+        for name in mine[r % stages]:
+            if (g := own.named[name].grad) is not None:
+                sums[r % stages][name] = sums[r % stages][name] + g if name in sums[r % stages] else g
+
+    def update(s: int, version: int) -> None:
+        while len(result.gradients) < version:
+            result.gradients.append({})
+        newest = versions[s][max(versions[s])]
+        for name, p in mine[s].items():
+            p.data, p.grad = newest[name].clone(), sums[s].get(name)
+            if p.grad is None and replicas > 1:  # (gradients that are sent are zero where there is none)
+                p.grad = torch.zeros_like(p)
+            result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        own = optimizers[s]
+        if own is not None:
+            own.step()
+        versions[s][version] = _copy(mine[s])
+        sums[s] = {}
+
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(waiting):
+            while row:
+                what, i, version = row[0]
+                if what == "F" and r % stages and (r, i) not in given:
+                    break
+                if what == "B" and r % stages < last and (r, i) not in arrived:
+                    break
+                together = waiting[r % stages :: stages] if what == "U" else [row]
+                if any(other[:1] != [row[0]] for other in together):
+                    break
+                for other in together:
+                    other.pop(0)
+                moved = True
+                if what != "U":
+                    (forward if what == "F" else backward)(r, i, version)
+                    continue
+                update(r % stages, version)
+    assert not any(waiting), "an order that cannot be"
+    for own, made in zip(mine, versions, strict=True):
+        for name, p in own.items():
+            p.data = made[max(made)][name]
+    return plain.close(result)
+
+
+def _done(row: Sequence[Any], microbatches: int) -> list[tuple[str, int, int]]:
+    """What a rank did, in order: ("F" or "B", micro-batch of the run, version used) or ("U", -1, version made).
+
+    A forward or backward in several pieces is one, with the version that those of its pieces used that have parameters.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for ins in row:
+        i = ins.step * microbatches + ins.microbatch
+        used = [v.step for v in ins.reads if v.kind == "param"]
+        if ins.op.name == "STEP":
+            version = ins.step + 1
+            found["U", version] = version
+        elif ins.op.name in ("FORWARD", "BACKWARD"):
+            key = ins.op.name[0], i
+            found[key] = max([found.get(key, 0), *used])
+    return [(what, -1 if what == "U" else i, version) for (what, i), version in found.items()]
+
+
+def _copy(named: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in named.items()}
+
+
+def _tree(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _tree(part, change) for key, part in value.items()}
+    return type(value)(_tree(part, change) for part in value) if isinstance(value, (tuple, list)) else value
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _tree(value, lambda t: found.append(t) or t if t.is_floating_point() or t.is_complex() else t)
+    return found
