@@ -544,6 +544,202 @@ class UNet(nn.Module):
         return self.outc(self.up(self.up2, self.conv2, self.up(self.up1, self.conv1, x3, x2), x1))
 
 
+class DenseLayer(nn.Module):
+    def __init__(self, a: int, growth: int, drop_rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.relu1, self.conv1 = nn.BatchNorm2d(a), nn.ReLU(inplace=True), nn.Conv2d(a, 2 * growth, 1)
+        self.norm2, self.relu2 = nn.BatchNorm2d(2 * growth), nn.ReLU(inplace=True)
+        self.conv2, self.drop_rate = nn.Conv2d(2 * growth, growth, 3, 1, 1, bias=False), drop_rate
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        narrow = self.conv1(self.relu1(self.norm1(torch.cat(inputs, 1))))
+        new = self.conv2(self.relu2(self.norm2(narrow)))
+        return F.dropout(new, p=self.drop_rate, training=self.training) if self.drop_rate > 0 else new
+
+
+class DenseBlock(nn.ModuleDict):
+    """Each layer is given the outputs of all before it."""
+
+    def __init__(self, layers: int, a: int, growth: int) -> None:
+        super().__init__()
+        for i in range(layers):
+            self.add_module(f"denselayer{i + 1}", DenseLayer(a + i * growth, growth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for _, layer in self.items():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+@outside("densenet", "densely connected", vectors(3, 32, 32))
+class DenseNet(nn.Module):
+    """Huang et al., 2017, as torchvision has it: the 121 layers of the paper, two channels new in each."""
+
+    def __init__(self, blocks: tuple[int, ...] = (6, 12, 24, 16), growth: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.features = nn.Sequential()
+        self.features.add_module("conv0", nn.Conv2d(3, width, 7, 2, 3, bias=False))
+        self.features.add_module("norm0", nn.BatchNorm2d(width))
+        self.features.add_module("relu0", nn.ReLU(inplace=True))
+        self.features.add_module("pool0", nn.MaxPool2d(3, 2, 1))
+        for i, layers in enumerate(blocks):
+            self.features.add_module(f"denseblock{i + 1}", DenseBlock(layers, width, growth))
+            width += layers * growth
+            if i + 1 < len(blocks):
+                narrow = [nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1, bias=False)]
+                self.features.add_module(f"transition{i + 1}", nn.Sequential(*narrow, nn.AvgPool2d(2, 2)))
+                width //= 2
+        self.features.add_module("norm5", nn.BatchNorm2d(width))
+        self.classifier = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.features(x), inplace=True)
+        return self.classifier(torch.flatten(F.adaptive_avg_pool2d(out, (1, 1)), 1))
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH, eps=1e-6)
+        self.self_attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        torch._assert(input.dim() == 3, f"Expected (rows, tokens, width), got {input.shape}")
+        x = self.ln_1(input)
+        x, _ = self.self_attention(x, x, x, need_weights=False)
+        x = self.dropout(x) + input
+        return x + self.mlp(self.ln_2(x))
+
+
+@outside("vision_transformer", "vision transformer", pictures)
+class VisionTransformer(nn.Module):
+    """Dosovitskiy et al., 2021, as torchvision has it: a class token, positions, and a perceptron of five parts."""
+
+    def __init__(self, patch: int = 4) -> None:
+        super().__init__()
+        self.conv_proj, self.patch = nn.Conv2d(3, WIDTH, patch, patch), patch
+        self.class_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.pos_embedding = nn.Parameter(torch.randn(1, (8 // patch) ** 2 + 1, WIDTH) * 0.02)
+        self.dropout, self.layers = nn.Dropout(0.1), nn.Sequential()
+        for i in range(2):
+            self.layers.add_module(f"encoder_layer_{i}", EncoderBlock())
+        self.ln, self.heads = nn.LayerNorm(WIDTH), nn.Sequential()
+        self.heads.add_module("head", nn.Linear(WIDTH, CLASSES))
+
+    def _process_input(self, x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        torch._assert(h == w == 8, f"Wrong size of a picture: {h} by {w}")
+        return self.conv_proj(x).reshape(n, WIDTH, (h // self.patch) * (w // self.patch)).permute(0, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._process_input(x)
+        x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.ln(self.layers(self.dropout(x + self.pos_embedding)))
+        return self.heads(x[:, 0])
+
+
+def shifted_window_attention(x: Tensor, qkv: nn.Linear, proj: nn.Linear, bias: Tensor, window: int, shift: int,
+                             heads: int, dropout: float, training: bool) -> Tensor:  # fmt: skip
+    """Attention within windows of a picture that is padded and rolled. Tokens that were no neighbours are masked."""
+    rows, h, w, c = x.shape
+    x = F.pad(x, (0, 0, 0, (window - w % window) % window, 0, (window - h % window) % window))
+    _, high, wide, _ = x.shape
+    across, down = wide // window, high // window
+    if shift > 0:
+        x = torch.roll(x, shifts=(-shift, -shift), dims=(1, 2))
+    x = x.view(rows, down, window, across, window, c).permute(0, 1, 3, 2, 4, 5)
+    x = x.reshape(rows * down * across, window * window, c)
+    q, k, v = qkv(x).reshape(x.size(0), x.size(1), 3, heads, c // heads).permute(2, 0, 3, 1, 4)
+    scores = (q * (c // heads) ** -0.5).matmul(k.transpose(-2, -1)) + bias
+    if shift > 0:
+        place = x.new_zeros((high, wide))
+        parts, number = ((0, -window), (-window, -shift), (-shift, None)), 0
+        for top, bottom in parts:
+            for left, right in parts:
+                place[top:bottom, left:right] = number
+                number += 1
+        place = place.view(down, window, across, window).permute(0, 2, 1, 3).reshape(down * across, window * window)
+        far = place.unsqueeze(1) - place.unsqueeze(2)
+        mask = far.masked_fill(far != 0, -100.0).masked_fill(far == 0, 0.0)
+        scores = scores.view(rows, down * across, heads, x.size(1), x.size(1)) + mask.unsqueeze(1).unsqueeze(0)
+        scores = scores.view(-1, heads, x.size(1), x.size(1))
+    scores = F.dropout(F.softmax(scores, dim=-1), p=dropout, training=training)
+    x = F.dropout(proj(scores.matmul(v).transpose(1, 2).reshape(x.size(0), x.size(1), c)), p=dropout, training=training)
+    x = x.view(rows, down, across, window, window, c).permute(0, 1, 3, 2, 4, 5).reshape(rows, high, wide, c)
+    if shift > 0:
+        x = torch.roll(x, shifts=(shift, shift), dims=(1, 2))
+    return x[:, :h, :w, :].contiguous()
+
+
+class SwinBlock(nn.Module):
+    def __init__(self, width: int, window: int, shift: int, heads: int = 2) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.relative_position_bias_table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads) * 0.02)
+        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
+        far = (grid[:, :, None] - grid[:, None, :]).permute(1, 2, 0) + window - 1
+        self.register_buffer("relative_position_index", (far[..., 0] * (2 * window - 1) + far[..., 1]).flatten())
+        self.window, self.shift, self.heads, self.dropout = window, shift, heads, 0.1
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.window**2
+        bias = self.relative_position_bias_table[self.relative_position_index].view(tokens, tokens, -1)
+        bias = bias.permute(2, 0, 1).contiguous().unsqueeze(0)
+        x = x + shifted_window_attention(
+            self.norm1(x), self.qkv, self.proj, bias, self.window, self.shift, self.heads, self.dropout, self.training
+        )
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerging(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.reduction, self.norm = nn.Linear(4 * width, 2 * width, bias=False), nn.LayerNorm(4 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w, _ = x.shape[-3:]
+        x = F.pad(x, (0, 0, 0, w % 2, 0, h % 2))
+        parts = [x[..., i::2, j::2, :] for j in (0, 1) for i in (0, 1)]
+        return self.reduction(self.norm(torch.cat(parts, -1)))
+
+
+class Permute(nn.Module):
+    def __init__(self, dims: list[int]) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.permute(x, self.dims)
+
+
+@outside("swin_transformer", "vision transformer", vectors(3, 12, 12))
+class SwinTransformer(nn.Module):
+    """Liu et al., 2021, as torchvision has it: windows are rolled and padded, the mask is made in the forward."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        stem = [nn.Conv2d(3, width, 2, 2), Permute([0, 2, 3, 1]), nn.LayerNorm(width)]
+        first = nn.Sequential(SwinBlock(width, 4, 0), SwinBlock(width, 4, 2))
+        last = nn.Sequential(SwinBlock(2 * width, 2, 0), SwinBlock(2 * width, 2, 1))
+        self.features = nn.Sequential(nn.Sequential(*stem), first, PatchMerging(width), last)
+        self.norm, self.permute = nn.LayerNorm(2 * width), Permute([0, 3, 1, 2])
+        self.avgpool, self.flatten = nn.AdaptiveAvgPool2d(1), nn.Flatten(1)
+        self.head = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.permute(self.norm(self.features(x)))
+        return self.head(self.flatten(self.avgpool(x)))
+
+
 # graphs, points and fields --------------------------------------------------------------------------------------------
 
 
