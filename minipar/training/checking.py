@@ -188,14 +188,14 @@ class Checker:
         checked.steps += numbers
         checked.error = max(checked.error, error_of(there))
         checked.reason = self.expected or checked.reason
-        suspicious = beyond([] if self.expected else there, self.eps)
+        suspicious = beyond([] if self.expected else there, self.eps, given)
         if not suspicious:
             return None
         eps = max(self.eps, *(one.eps for one in suspicious))
         shaken = ask(shaken=min(_SHAKE * eps, max(eps, 0.01)))
         if shaken.eps > eps:  # (the model computes in float32, say, whatever the type of its parameters is)
             self.eps = eps = shaken.eps
-            suspicious = beyond(there, self.eps)
+            suspicious = beyond(there, self.eps, given)
             shaken = ask(shaken=min(_SHAKE * eps, max(eps, 0.01))) if suspicious else shaken
         pieces = [*pieces_of("parameters", shaken.parameters), *pieces_of("buffers", shaken.buffers)]
         rounding = {
@@ -341,20 +341,24 @@ def error_of(some: Iterable[Difference]) -> float:
     return max((apart[kind] / (size[kind] or 1.0) for kind in apart), default=0.0)
 
 
-def beyond(some: Sequence[Difference], eps: float) -> list[Difference]:
+def beyond(some: Sequence[Difference], eps: float, given: bool = True) -> list[Difference]:
     """Those that are beyond rounding, if it takes half of the digits. Terms of a gradient may be as large as the
-    largest gradient, and cancel; where they do so entirely, as before a norm, their rounding is all that is left."""
+    largest gradient, and cancel; where they do so entirely, as before a norm, their rounding is all that is left. An
+    update makes of that what it likes: it is compared only if plain torch was given the gradients of the ranks."""
     scale: dict[str, float] = {}
     for one in some:
         scale[one.kind] = max(scale.get(one.kind, 0.0), one.scale)
 
+    def cancels(one: Difference) -> bool:
+        return one.kind == "gradient" and one.size <= min(_TERMS * one.eps, _SMALL) * scale[one.kind]
+
     def bound(one: Difference) -> float:
         largest, rounding = scale[one.kind], max(eps * (one.kind in ("loss", "gradient")), one.eps)
-        terms = _TERMS if one.size <= _TERMS * one.eps * largest else 1
-        left = terms * rounding * largest if one.kind == "gradient" else 0.0
+        left = (_TERMS if cancels(one) else 1) * rounding * largest if one.kind == "gradient" else 0.0
         return float(rounding**0.5 * max(one.scale, _SMALL * largest) + left + one.slack)
 
-    return [one for one in some if one.apart > bound(one)]
+    nothing = set() if given else {one.name for one in some if cancels(one)}
+    return [one for one in some if one.apart > bound(one) and not (one.kind == "parameter" and one.name in nothing)]
 
 
 def mistake(wrong: Sequence[Difference], ranks: int, plan: Plan, notes: Sequence[str]) -> CheckError:

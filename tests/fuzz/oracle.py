@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.models import Spec, build, loss_of, whole_of
+from tests.fuzz.models import LOSSES, Spec, build, loss_of, whole_of
 
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -98,7 +98,10 @@ class Plain:
 
     def value(self, x: Tensor, y: Tensor, step: int, row: int = 0) -> Tensor:
         """The mean loss of these rows, which begin at `row` of the whole batch."""
-        value: Any = self.loss(self.output(x, step, row), y)
+        return self.mean(self.output(x, step, row), y)
+
+    def mean(self, output: Any, y: Tensor) -> Tensor:
+        value: Any = self.loss(output, y)
         return value[0] / value[1] if isinstance(value, tuple) else value
 
     def output(self, x: Tensor, step: int, row: int) -> Any:
@@ -163,9 +166,14 @@ def parts(rows: int, count: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def weight(y: Tensor) -> int:
-    """How many targets count: of classes those that are not -100; else all rows."""
-    return int((y != -100).sum()) if y.dtype is torch.int64 else len(y)
+def weight(y: Tensor, ignored: int = -100) -> int:
+    """How many targets count: of classes those that are not ignored; else all rows."""
+    return int((y != ignored).sum()) if y.dtype is torch.int64 else len(y)
+
+
+def padding(spec: Spec) -> int:
+    """The class of targets that its loss does not count."""
+    return 0 if LOSSES[spec.loss][1] == "padded" else -100
 
 
 def locally(
@@ -175,14 +183,14 @@ def locally(
     """Local SGD: copies that train by themselves, averaged after every so many steps and the last. One
     that counts nothing in a step has a gradient of zeros."""
     copies = [plain_of(spec, seed, optimizer, nudge, scheduler) for _ in range(replicas)]  # (a deep copy has no hooks)
-    first, result = copies[0], Result()
+    first, result, ignored = copies[0], Result(), padding(spec)
     for step in range(steps):
         x, y = batches(step)
         cut = parts(len(x), replicas * microbatches)
         loss, gradients = 0.0, {name: torch.zeros_like(p) for name, p in first.named.items()}
         for r, plain in enumerate(copies):
             mine = slice(cut[r * microbatches].start, cut[(r + 1) * microbatches - 1].stop)
-            own, total = weight(y[mine]), weight(y)
+            own, total = weight(y[mine], ignored), weight(y, ignored)
             if not own:
                 if mine.start == mine.stop:
                     for p in plain.named.values():
@@ -210,14 +218,14 @@ def locally(
 
 def served(
     spec: Spec, batches: Batches, order: Sequence[Any], seed: int, optimizer: Make, workers: int,
-    microbatches: int, clip: float | None = None, nudge: float = 0.0,
+    microbatches: int, clip: float | None = None, nudge: float = 0.0, scheduler: Any = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
 
     A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
     it takes, and a worker's rows of a step are those of its micro-batches.
     """
-    plain = plain_of(spec, seed, optimizer, nudge)
+    plain, ignored = plain_of(spec, seed, optimizer, nudge, scheduler), padding(spec)
     seen: dict[tuple[int, int], dict[str, Tensor]] = {}
     taking: list[tuple[int, int]] = []
     for row in order:
@@ -234,7 +242,7 @@ def served(
                 x, y = batches(step)
                 cut = parts(len(x), workers * microbatches)
                 mine = slice(cut[worker * microbatches].start, cut[(worker + 1) * microbatches - 1].stop)
-                own, of = weight(y[mine]), weight(y)
+                own, of = weight(y[mine], ignored), weight(y, ignored)
                 if mine.start == mine.stop:
                     continue
                 rows += own
@@ -259,14 +267,16 @@ def served(
     return {name: p.detach().clone() for name, p in plain.named.items()}
 
 
-def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make, nudge: float = 0.0) -> Result:
+def stale(
+    spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make, nudge: float = 0.0, scheduler: Any = None
+) -> Result:
     """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
 
     On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
     becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
     of a rank come together for each update.
     """
-    plain, result = plain_of(spec, seed, optimizer, nudge), Result()
+    plain, result, ignored = plain_of(spec, seed, optimizer, nudge), Result(), padding(spec)
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
@@ -277,6 +287,7 @@ def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make
     mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
     versions = [{0: _copy(own)} for own in mine]
     optimizers = [optimizer_of(optimizer, own) if own else None for own in mine]
+    schedulers = [scheduler(own) if scheduler and own else None for own in optimizers]
     sums: list[dict[str, Tensor]] = [{} for _ in mine]
     given: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what the rank before handed on
     arrived: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -303,9 +314,11 @@ def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make
                 value = layer(value)
             ends = _differentiable(value)
             if s == last:
-                share = 1 / every / replicas if every is not None else weight(target) / (weight(y) or 1)
-                share = share if weight(target) else 0.0
-                ends = [plain.loss(value, target) * share if share else whole_of(value).sum() * 0]
+                share = (
+                    1 / every / replicas if every is not None else weight(target, ignored) / (weight(y, ignored) or 1)
+                )
+                share = share if weight(target, ignored) else 0.0
+                ends = [plain.mean(value, target) * share if share else whole_of(value).sum() * 0]
                 result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
         graphs[r, i] = leaves, ends, own
         if s < last:
@@ -334,12 +347,12 @@ def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make
         newest = versions[s][max(versions[s])]
         for name, p in mine[s].items():
             p.data, p.grad = newest[name].clone(), sums[s].get(name)
-            if p.grad is None and replicas > 1:  # (gradients that are sent are zero where there is none)
-                p.grad = torch.zeros_like(p)
             result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         own = optimizers[s]
         if own is not None:
             own.step()
+        if schedulers[s] is not None:
+            schedulers[s].step()
         versions[s][version] = _copy(mine[s])
         sums[s] = {}
 

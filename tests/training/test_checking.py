@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minipar import CheckError, Cluster, MiniparError, train
 from minipar.cluster import worker
-from minipar.training.checking import Checked, passes_to_check
+from minipar.training.checking import Checked, Difference, beyond, passes_to_check
 from tests.toys import rows, toy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -264,3 +264,13 @@ def test_which_passes():
     assert passes_to_check(5000, 0, 3.0, 10.0) == ([], passes_to_check(9, 0, 3.0, 10.0)[1])
     assert passes_to_check(5000, 0, 3.0, 60.0)[0] == [0]
     assert str(Checked([0, 7], 3.2e-7)) == "checked: steps 0, 7: 3e-07"
+
+
+def test_rounding_of_what_cancels():
+    large = Difference("gradient", "w", 0, 0.0, 1.0, 1.0, 1e-7)
+    nothing = Difference("gradient", "b", 0, 1e-3, 1e-9, 1e-9, 1e-7)
+    update = Difference("parameter", "b", 0, 0.1, 1.0, 0.1, 1e-7)
+    assert beyond([large, nothing, update], 2.0**-7) == [update]
+    assert not beyond([large, nothing, update], 2.0**-7, given=False)  # (each made its update of its own rounding)
+    half = Difference("gradient", "v", 0, 0.2, 0.2, 0.2, 2.0**-7)  # (of a model in bfloat16: twice what it should be)
+    assert beyond([large, half], 2.0**-7) == [half]
