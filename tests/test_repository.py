@@ -195,6 +195,21 @@ def test_the_functions_to_read_first_are_as_long_as_the_page_says():
     assert sum(real for _, real in found.values()) < 800  # an hour
 
 
+def test_the_parts_of_the_runtime_are_as_long_as_the_page_says():
+    page = (ROOT / "ARCHITECTURE.md").read_text().partition("## What stands beside the loop")[2]
+    package, named = ROOT / "minipar", []
+    for said, words in re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([^|]+) \|", page, re.MULTILINE):
+        files = []
+        for room, names in re.findall(r"([a-z_/]+)/(\{[a-z_,]+\}\.py|[a-z_]+\.py|\*)", words):
+            found = re.findall(r"[a-z_]+", names.removesuffix(".py")) or ["*"]
+            files += [path for name in found for path in (package / room).glob(f"{name}.py")]
+        assert abs(int(said.replace(",", "")) - sum(len(path.read_text().splitlines()) for path in files)) <= 100, words
+        named += files
+    rooms = ("execution", "comm", "cluster", "server", "training")
+    everything = {path for room in rooms for path in (package / room).rglob("*.py") if path.name != "__init__.py"}
+    assert sorted(named) == sorted({*named} | everything)
+
+
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert {"demo", "test", "lab", "bench", "soak", "lint", "clean"} <= targets
