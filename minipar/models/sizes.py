@@ -495,7 +495,7 @@ def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
 def _of_file(path: str, table: dict[str, Any]) -> Sizes:
     """A model from a TOML file or a config.json, with the numbers of a table in place of the file's."""
     if path.endswith(".json"):
-        return Transformer(**{**from_config(path), **{key: _number(key, value) for key, value in table.items()}})
+        return Transformer(**from_config(path, {key: _number(key, value) for key, value in table.items()}))
     read = read_toml(path)
     read = dict(read.get("model", read))
     return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, path)

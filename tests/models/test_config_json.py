@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from minipar.errors import PlanError
+from minipar.models.config_json import GATED, PLAIN
 from minipar.models.sizes import MODELS, Transformer, sizes
 
 LLAMA = {
@@ -58,6 +61,44 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 3}))
     with pytest.raises(PlanError, match="has no num_hidden_layers"):
         sizes(tmp_path / "config.json")
+
+
+@pytest.mark.many(9)
+@pytest.mark.filterwarnings("ignore:.*config.json: its")
+@pytest.mark.parametrize("family", sorted({*GATED, *PLAIN}))
+def test_known_families_have_the_parameters_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install minipar[models]")
+    own = {"head_dim": 128} if family == "glm4_moe" else {}  # (that of its default does not divide)
+    config = transformers.AutoConfig.for_model(family, **own)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    word = " sequence=2048" if family == "bloom" else ""  # (which has no longest one)
+    found = sizes(f"{tmp_path}/config.json{word}")
+    assert found.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"model_type": "new"}, "new is no family whose parameters were compared"),
+     ({"text_config": {"num_hidden_layers": 3}}, "its text_config alone is estimated"),
+     ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear attention are estimated as full")],
+)  # fmt: skip
+def test_what_may_be_built_otherwise_is_said(changed: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changed}))
+    with pytest.warns(UserWarning, match=message):
+        sizes(tmp_path / "config.json")
+
+
+def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "model_type": "jamba", "mamba_d_state": 16}))
+    with pytest.raises(PlanError, match="a jamba has layers of another kind than attention \\(mamba_d_state\\)"):
+        sizes(file)
+    file.write_text(json.dumps({key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}))
+    with pytest.raises(PlanError, match=re.escape(f"a number in words, such as '{file} sequence=1024'")):
+        sizes(file)
+    assert sizes(f"{file} sequence=1024").sequence == 1024
 
 
 def test_presets_have_the_published_sizes() -> None:
