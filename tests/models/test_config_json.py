@@ -64,7 +64,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.many(9)
-@pytest.mark.filterwarnings("ignore:.*config.json: its")
+@pytest.mark.filterwarnings("ignore:.*config.json. its")
 @pytest.mark.parametrize("family", sorted({*GATED, *PLAIN}))
 def test_known_families_have_the_parameters_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install minipar[models]")
