@@ -229,7 +229,7 @@ def _parser() -> _Parser:
     one = command("export", _export, _show_export, "a plan as another system's flags or configuration, or as a script")
     one.add_argument("plan", metavar="PLAN", help="key=value words, as `plan` prints them, too; or a file of Plan.save")
     one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed, torchtitan or torchrun")
-    one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
+    one.add_argument("--model", default=None, help="a name, words or a config.json, as for estimate, for its sizes")
     one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: one for each micro-batch)")
     one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
     one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")

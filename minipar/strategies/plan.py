@@ -37,6 +37,7 @@ from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
 if TYPE_CHECKING:
+    from minipar.models.sizes import Sizes
     from minipar.models.table import Preset
     from minipar.strategies.exporting import Export
 
@@ -259,7 +260,7 @@ class Plan:
     def export(
         self,
         system: str,
-        model: str | Preset | None = None,
+        model: str | Preset | Sizes | None = None,
         batch: int | None = None,
         nodes: int | None = None,
         gpus_per_node: int | None = None,
@@ -268,7 +269,8 @@ class Plan:
 
         system   "megatron" (flags of Megatron-LM), "deepspeed" (JSON), "torchtitan" (TOML), or "torchrun": a script
                  with minipar's own `train`, of a preset
-        model    a preset's name or its numbers; the flags of Megatron-LM then have the model's sizes, too
+        model    a name, words, a config.json or numbers, as `estimate` takes them; the flags of Megatron-LM then have
+                 the model's sizes, too
         batch    rows of a step; default: one for each micro-batch
 
         Errors: PlanError for what the system cannot express; it names the nearest that it can.

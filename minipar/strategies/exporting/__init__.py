@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
 from minipar.models import table
+from minipar.models.sizes import Sizes, sizes
 from minipar.models.table import Preset
 from minipar.strategies.exporting import deepspeed, megatron, torchrun, torchtitan
 from minipar.strategies.exporting.rules import Export, Given
@@ -35,7 +36,7 @@ def systems() -> tuple[str, ...]:
 def export(
     plan: Plan,
     system: str,
-    model: str | Preset | None = None,
+    model: str | Preset | Sizes | None = None,
     batch: int | None = None,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
@@ -44,7 +45,9 @@ def export(
     if system not in (*_SYSTEMS, "torchrun"):
         raise PlanError(f"system {system!r}: unknown; possible are {', '.join(_SYSTEMS)}, torchrun")
     name, say = _SYSTEMS.get(system, ("torchrun", lambda given: torchrun.export(given, model)))
-    numbers = table.numbers(model) if isinstance(model, str) else model
+    numbers: Preset | Sizes | None = None if isinstance(model, str) else model
+    if isinstance(model, str):
+        numbers = table.numbers(model) if model in table.names() else sizes(model)
     rows, batch = _rows(plan, batch)
     nodes, gpus = _machines(plan, nodes, gpus_per_node)
     return say(Given(name, plan, rows, batch, nodes, gpus, numbers))

@@ -52,8 +52,8 @@ def _context_parallel(given: Given) -> Item:
         return Item()
     if given.plan.pp > 1:
         raise given.refuse("divides sequences only without a pipeline", "context_parallel=1, or pp=1")
-    heads = getattr(given.model, "heads", None)
-    if heads is not None and heads % given.value:
+    heads = given.transformer.heads if given.transformer is not None else 0
+    if heads % given.value:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise given.refuse(f"exchanges tokens for heads, of which there are {heads}", f"one of {divisors}")
     note = (
@@ -130,11 +130,11 @@ def _prefetch(given: Given) -> Item:
     plan = given.plan
     if plan.zero < 3:
         return Item()
-    width = getattr(given.model, "width", None)
     if given.value == 0:
         return Item({"zero_optimization": {"stage3_prefetch_bucket_size": 0}})
-    if width is not None:
-        return Item({"zero_optimization": {"stage3_prefetch_bucket_size": 12 * width * width * given.value}})
+    if given.transformer is not None:
+        numbers = given.transformer.block_parameters * given.value
+        return Item({"zero_optimization": {"stage3_prefetch_bucket_size": numbers}})
     if given.is_default:
         return Item(
             {}, ("Parameters come ahead by 50 million numbers, its default; model= says how many a layer has.",)

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.models.table import GPT, Mixture
+from minipar.models.table import Mixture
 from minipar.strategies.exporting.rules import (
     EACH_MICROBATCH,
     HOST_ONLY,
@@ -37,7 +37,7 @@ def _sequence_parallel(given: Given) -> Item:
 def _experts(given: Given) -> Item:
     if given.value == 1:
         return Item()
-    if isinstance(given.model, GPT):
+    if given.transformer is not None and not given.transformer.experts:
         raise given.refuse("is given a model without experts", "ep=1, or a mixture such as gpt-moe-tiny")
     note = f"Megatron-LM counts ranks of ep as replicas: its data-parallel size is {given.replicas}."
     return Item({"--expert-model-parallel-size": given.value}, (note,))
@@ -208,33 +208,58 @@ def export(given: Given) -> Export:
     )  # fmt: skip
     yours = "Data, tokenizer, optimizer and number of steps are yours to add"
     yours += "." if given.model else ", and the sizes of the model."
-    return Export(given.system, VERSION, flags, " \\\n".join(lines) + "\n", launch, (*found.notes, yours))
+    more = (
+        "Of the model the flags have sizes, gates, norms and biases. The base of its rotary positions, windows of "
+        "attention, and how experts are chosen are yours to add."
+    )
+    rotary = given.transformer is not None and not given.transformer.learned
+    notes = (*found.notes, yours, more) if rotary else (*found.notes, yours)
+    return Export(given.system, VERSION, flags, " \\\n".join(lines) + "\n", launch, notes)
 
 
 def _model(given: Given) -> dict[str, Any]:
     """The sizes of a model."""
-    model = given.model
-    if model is None:
+    model, numbers = given.transformer, given.model
+    if numbers is None:
         return {}
-    if not isinstance(model, GPT | Mixture):
-        raise PlanError(f"model {model}: {given.system} trains transformers; possible is a GPT such as gpt3-175b")
+    if model is None:
+        raise PlanError(f"model {numbers}: {given.system} trains transformers; possible is a GPT such as gpt3-175b")
+    dropout = getattr(numbers, "dropout", False)
     settings: dict[str, Any] = {
         "--num-layers": model.layers,
-        "--hidden-size": model.width,
-        "--ffn-hidden-size": 4 * model.width,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.dense_ffn or model.ffn,
         "--num-attention-heads": model.heads,
-        "--seq-length": model.context,
-        "--max-position-embeddings": model.context,
-        "--vocab-size": model.vocab,
+        "--seq-length": model.sequence,
+        "--max-position-embeddings": model.sequence,
+        "--vocab-size": model.vocabulary,
+        "--attention-dropout": 0.1 if dropout is True else float(dropout),
+        "--hidden-dropout": 0.1 if dropout is True else float(dropout),
     }
-    dropout = model.dropout if isinstance(model, GPT) else 0.0
-    settings |= {"--attention-dropout": dropout, "--hidden-dropout": dropout}
-    if isinstance(model, Mixture) or not model.tied:
-        settings["--untie-embeddings-and-output-weights"] = True
-    if isinstance(model, Mixture):
+    said = {
+        "--untie-embeddings-and-output-weights": not model.tied,
+        "--swiglu": model.gated,
+        "--disable-bias-linear": not model.bias,
+        "--group-query-attention": model.kv_heads < model.heads,
+        "--multi-latent-attention": bool(model.latent),
+    }
+    settings |= {name: True for name, there in said.items() if there}
+    settings |= {"--normalization": "RMSNorm"} if model.rms else {}
+    settings |= {} if model.learned else {"--position-embedding-type": "rope"}
+    settings |= {"--num-query-groups": model.kv_heads} if model.kv_heads < model.heads else {}
+    if model.latent:
+        settings |= {"--q-lora-rank": model.query_latent} if model.query_latent else {}
         settings |= {
-            "--num-experts": model.experts,
-            "--moe-router-topk": model.top,
-            "--moe-expert-capacity-factor": model.capacity,
-        }
+            "--kv-lora-rank": model.latent, "--qk-head-dim": model.head_dim - model.rope,
+            "--qk-pos-emb-head-dim": model.rope, "--v-head-dim": model.value_dim,
+        }  # fmt: skip
+    elif model.head_dim * model.heads != model.hidden:
+        settings["--kv-channels"] = model.head_dim
+    if model.experts:
+        settings |= {"--num-experts": model.experts, "--moe-router-topk": model.top, "--moe-ffn-hidden-size": model.ffn}
+        settings |= {"--moe-shared-expert-intermediate-size": model.shared} if model.shared else {}
+        capacity = numbers.capacity if isinstance(numbers, Mixture) else None
+        settings |= {} if capacity is None else {"--moe-expert-capacity-factor": capacity}
+        if model.dense:
+            settings["--moe-layer-freq"] = f"([0]*{model.dense}+[1]*{model.layers - model.dense})"
     return settings

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import PlanError
-from minipar.models.table import GPT, Mixture, Preset
+from minipar.models.sizes import Sizes, Transformer, sizes
+from minipar.models.table import Preset
 from minipar.program.shape import uniform
 from minipar.strategies.exclusions import shown
 
@@ -62,7 +63,7 @@ class Given:
     batch: int
     nodes: int
     gpus: int
-    model: Preset | None = None
+    model: Preset | Sizes | None = None
     key: str = ""
 
     @property
@@ -74,6 +75,12 @@ class Given:
     def is_default(self) -> bool:
         """Whether the plan says nothing of the key."""
         return bool(self.value == {one.name: one.default for one in fields(self.plan)}[self.key])
+
+    @property
+    def transformer(self) -> Transformer | None:
+        """The sizes of a model that is one."""
+        found = None if self.model is None else sizes(self.model)
+        return found if isinstance(found, Transformer) else None
 
     @property
     def replicas(self) -> int:
@@ -88,8 +95,8 @@ class Given:
         """Layers of each stage, embedding and head included; None if nobody said how many the model has."""
         if self.plan.place is not None:
             return None  # (no system has it: it is refused as a key)
-        if isinstance(self.model, GPT | Mixture):
-            count = self.model.layers + 2
+        if self.transformer is not None:
+            count = self.transformer.layers + 2
         elif isinstance(self.plan.split, tuple):
             count = sum(self.plan.split)
         else:

@@ -221,8 +221,8 @@ def export(given: Given) -> Export:
     found = translated(given, RULES)
     local = given.rows * (plan.microbatches if plan.pp > 1 else 1)  # (without a pipeline it takes one after another)
     training: dict[str, Any] = {"local_batch_size": local, "global_batch_size": given.batch}
-    if given.model is not None and hasattr(given.model, "context"):
-        training["seq_len"] = given.model.context
+    if given.transformer is not None:
+        training["seq_len"] = given.transformer.sequence
     values = {**found.settings, "training": training | dict(found.settings.get("training", {}))}
     values = {name: values[name] for name in sorted(values)}
     notes = (*found.notes, "Model, data and optimizer are yours to add: [model] has name and flavor.")
