@@ -38,8 +38,9 @@ def keys_of(stack: str, rows: Sequence[Published]) -> list[str]:
     mixed = any(getattr(sizes(row.model), "experts", 0) for row in rows)
     if stack == "megatron-2021" or all("flash=false" in row.model for row in rows[1:]):
         return ["matmul", "half", "memory", "near", "far", "beside"]
-    if stack == "torch-fsdp" or not short:
-        return ["matmul", "half", "flash", "memory", "beside", "routing" if mixed else "far"]
+    if stack == "torch-fsdp" or not short:  # (rows of one length cannot tell attention from products)
+        apart = len({getattr(sizes(row.model), "sequence", 0) for row in rows}) > 1
+        return ["matmul", "half", "flash" if apart else "near", "memory", "beside", "routing" if mixed else "far"]
     return ["matmul", "flash", "narrow", "memory", "beside", "routing" if mixed else "near"]
 
 

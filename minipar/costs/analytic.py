@@ -61,12 +61,14 @@ class Division:
     sequence  whether these ranks divide norms, dropout and the inputs of blocks by tokens
     ep        number of ranks that share out the experts; each works on rows of its own
     cp        number of ranks that share out the tokens of every row
+    even      whether these have as many pairs of tokens each, and leave out those that a causal mask hides
     """
 
     tp: int = 1
     sequence: bool = False
     ep: int = 1
     cp: int = 1
+    even: bool = True
 
 
 WHOLE = Division()
@@ -173,11 +175,14 @@ def _known(model: Preset | Sizes | str, overrides: Mapping[str, Any]) -> Sizes:
 
 
 @lru_cache(256)
-def costs_of(model: Sizes, rows: float, element: int, division: Division, selective: bool = False) -> LayerCosts:
-    """As `layer_costs`, of a model by its numbers as they are."""
+def costs_of(
+    model: Sizes, rows: float, element: int, division: Division, selective: bool = False, operators: bool = False
+) -> LayerCosts:
+    """As `layer_costs`, of a model by its numbers as they are. With `operators` blocks keep what attention and
+    every second matrix product give (torchtitan's selective checkpoint), and all else runs again."""
     if isinstance(model, Chain):
         return _chain(model, rows, element)
-    return _transformer(model, rows, element, selective, division)
+    return _transformer(model, rows, element, selective, operators, division)
 
 
 def named(name: str, **overrides: Any) -> Sizes:
@@ -198,7 +203,9 @@ def _chain(model: Chain, rows: float, element: int) -> LayerCosts:
     return LayerCosts(forward, tuple(2 * x for x in forward), output, tuple(saved), output)
 
 
-def _transformer(m: Transformer, rows: float, element: int, selective: bool, division: Division) -> LayerCosts:
+def _transformer(
+    m: Transformer, rows: float, element: int, selective: bool, operators: bool, division: Division
+) -> LayerCosts:
     e, own = element, m.flash  # minipar's own layers, or those of the papers
     tokens = rows * m.sequence / division.cp
     size = tokens * m.hidden
@@ -232,6 +239,9 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
             queue += FLOAT * tokens * m.experts
         block += whole(queue)
     block += cut(e * (m.shared * tokens + (0 if m.dropless else m.ffn * routed)) * (3 if m.gated else 2))
+    if operators:
+        kept = [e * tokens * width / (division.tp if cut_there else 1) for _, width, _, cut_there in m.products[::2]]
+        block = ceil(sum(kept)) + cut(e * tokens * m.mixed + core)
     between, last = whole(e * size + balance), cut(logits) + ceil(balance)
     output = (*(between,) * (m.layers + 1), last)
     embed = whole(mask + own * m.learned * INTEGER * m.sequence / division.cp)

@@ -60,52 +60,62 @@ class Stack(NamedTuple):
     fused      whether the matrix product itself adds a weight gradient to the sum, and sums of input gradients over tp
                go on beside it
     flash      whether attention is one kernel
+    even       whether ring attention takes half of the time of all pairs of tokens. That of torch does not: with 32,768
+               tokens on each rank, torchtitan's rows of 1, 4 and 8 ranks take as long as all pairs in its later rounds
     gradient   bytes of a whole gradient where parameters have 2
-    logits     bytes that the loss keeps and makes for each logit: with the gradient of a kernel of its own in place, or
-               with float32 copies
+    logits     bytes that the loss keeps and makes for each logit, with float32 copies
     divided    further ones where ranks share the vocabulary: torch's loss then is several operators, which make the
                float32 logits minus the largest one, and their exponentials (torch/distributed/tensor/parallel/loss.py)
     """
 
     fused: bool
     flash: bool
+    even: bool
     gradient: int
     logits: float
     divided: float = 0.0
 
 
 STACKS: dict[str, Stack] = {
-    "megatron-2021": Stack(False, False, 4, 6.0),
-    "megatron-core": Stack(True, True, 4, 6.0),
-    "torch-fsdp": Stack(True, True, 2, 4.0, 8.0),
-    "torch-fsdp-compile": Stack(True, True, 2, 14.0, 8.0),
-    "deepspeed": Stack(True, True, 2, 14.0),
+    "megatron-2021": Stack(False, False, True, 4, 6.0),
+    "megatron-core": Stack(True, True, True, 4, 6.0),
+    "torch-fsdp": Stack(True, True, False, 2, 14.0, 8.0),
+    "torch-fsdp-compile": Stack(True, True, False, 2, 14.0, 8.0),
+    "deepspeed": Stack(True, True, True, 2, 14.0),
 }
 
 REACHED: dict[tuple[str, str], Efficiency] = {
     ("a100-40gb", "torch-fsdp"): Efficiency(matmul=0.774, half=206, flash=0.302, memory=0.674, beside=0.444, far=0.542),
     ("a100-80gb", "deepspeed"): Efficiency(matmul=0.741, half=218, memory=0.679, near=0.8, far=0.1, beside=0.54),
     ("a100-80gb", "megatron-2021"): Efficiency(matmul=0.945, half=163, memory=0.519, near=0.733, far=0.61, beside=0.6),
-    ("a100-80gb", "megatron-core"): Efficiency(matmul=0.783, half=186, memory=0.7, near=0.862, far=0.788, beside=0.52),
+    ("a100-80gb", "megatron-core"): Efficiency(
+        matmul=0.783, half=189, memory=0.696, near=0.879, far=0.788, beside=0.526
+    ),
     ("a100-80gb", "torch-fsdp"): Efficiency(matmul=0.774, half=201, flash=0.311, memory=0.67, beside=0.582, far=0.769),
+    ("a100-80gb", "torch-fsdp-compile"): Efficiency(
+        matmul=0.7, half=210, flash=0.436, memory=0.713, beside=0.479, far=0.646
+    ),
     ("b200", "megatron-core"): Efficiency(
-        matmul=0.433, flash=0.378, narrow=1.2, memory=0.542, beside=0.38, routing=0.000585
+        matmul=0.433, flash=0.373, narrow=1.2, memory=0.584, beside=0.412, routing=0.000556
     ),
     ("b300", "megatron-core"): Efficiency(
-        matmul=0.331, flash=0.815, narrow=0.934, memory=0.95, beside=0.425, routing=0.000592
+        matmul=0.341, flash=0.841, narrow=0.975, memory=0.95, beside=0.368, routing=0.000611
     ),
     ("gb200", "megatron-core"): Efficiency(
         matmul=0.599, flash=0.202, narrow=1.2, memory=0.614, beside=0.585, near=0.752
     ),
     ("gb300", "megatron-core"): Efficiency(
-        matmul=0.731, flash=0.344, narrow=1.11, memory=0.472, beside=0.775, routing=0.000642
+        matmul=0.755, flash=0.327, narrow=1.07, memory=0.5, beside=0.785, routing=0.000526
     ),
     ("h100", "megatron-core"): Efficiency(
-        matmul=0.61, flash=0.693, narrow=0.975, memory=0.95, beside=0.947, routing=0.000203
+        matmul=0.666, flash=0.737, narrow=1.03, memory=0.95, beside=0.434, routing=0.00019
     ),
     ("h100", "torch-fsdp"): Efficiency(matmul=0.641, half=228, flash=0.186, memory=0.455, beside=0.453, far=0.824),
     ("h100-500w", "torch-fsdp-compile"): Efficiency(
-        matmul=0.577, flash=0.183, narrow=1.2, memory=0.945, beside=0.604, near=0.771
+        matmul=0.515, flash=0.34, narrow=0.934, memory=0.496, beside=0.684, near=0.95
+    ),
+    ("h200", "torch-fsdp-compile"): Efficiency(
+        matmul=0.844, half=202, near=0.311, memory=0.634, beside=0.507, far=0.603
     ),
 }
 # The device with the same chip, and the software that is most like a stack.

@@ -56,6 +56,7 @@ class Transformer:
     capacity                places in the experts' queues, as a multiple of what tokens need
     dropless                whether there are as many places as are needed; then nothing inside an expert is kept
     expert_bias             whether experts have biases
+    fused_loss              whether the loss is one kernel, which writes its gradient in place of the logits
     built                   whether minipar builds it: then embedding and head are layers as its blocks are, and layers
                             that ranks share are cut in nodes. Otherwise a stage has its blocks, as in Megatron
     """
@@ -90,6 +91,7 @@ class Transformer:
     capacity: float = 1.0
     dropless: bool = False
     expert_bias: bool = False
+    fused_loss: bool = False
     built: bool = False
     name: str = ""
 
@@ -149,6 +151,16 @@ class Transformer:
         made = ((h, asked, False), (asked, self.queries, True)) if asked else ((h, self.queries, True),)
         apart = self.keys - self.heads * self.rope  # (the rotated part of the keys is one for all heads)
         return *made, (h, self.latent + self.rope, False), (self.latent, apart + self.values, True), last
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, int, bool, bool], ...]:
+        """The matrix products of one block one after another, those of experts left out: inputs, outputs, and which of
+        the two ranks that share layers cut."""
+        h, f = self.hidden, self.ffn
+        parts = ((h, width, True) for width in (self.queries, self.keys, self.values))
+        before = [(a, b, False, cut) for a, b, cut in (self.attention_matrices[:-1] if self.latent else parts)]
+        inner = () if self.experts else (*((h, f, False, True),) * (1 + self.gated), (f, h, True, False))
+        return (*before, (self.mixed, h, True, False), *inner)
 
     @cached_property
     def attention_parameters(self) -> int:
@@ -431,7 +443,9 @@ MODELS: dict[str, Sizes] = {
         name="gpt-oss-120b",
     ),
     **{
-        name: Transformer(layers, hidden, heads, 2048, 50368, bias=False, learned=False, dropout=False, name=name)
+        name: Transformer(
+            layers, hidden, heads, 2048, 50368, bias=False, learned=False, dropout=False, fused_loss=True, name=name
+        )
         for name, layers, hidden, heads in (
             ("mpt-125m", 12, 768, 12),
             ("mpt-350m", 24, 1024, 16),

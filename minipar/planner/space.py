@@ -27,6 +27,7 @@ from minipar.strategies import keys
 from minipar.strategies.keys import OFFLOADS
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules import registry
+from minipar.strategies.segments import INSIDE
 
 OUTER = ("tp", "context_parallel", "ep", "pp", "micro_batch_size", "sequence_parallel", "checkpoint")
 INNER = ("schedule", "zero", "reduce", "overlap", "offload")
@@ -241,11 +242,11 @@ def _checkpoint(value: Any) -> int | str:
     """A value of the plan's key as formulas take it."""
     if value == "none":
         return 0
-    if value == "selective" or (isinstance(value, int) and not isinstance(value, bool)):
+    if value in INSIDE or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     words = ",".join(map(str, value)) if isinstance(value, tuple) else value
     raise PlanError(
-        f"checkpoint={words}: is not searched; possible are none, selective, or a number of layers such as 1"
+        f"checkpoint={words}: is not searched; possible are none, selective, operators, or a number of layers such as 1"
     )
 
 

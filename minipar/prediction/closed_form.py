@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
@@ -47,6 +47,7 @@ from minipar.prediction.plan_numbers import (
 )
 from minipar.prediction.rank_memory import KINDS, Part, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import Form, Times, find
+from minipar.strategies.segments import INSIDE
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
 MASK = 1  # byte of a dropout mask's element
@@ -81,9 +82,10 @@ class Work(NamedTuple):
                            share the layer
     back_matrix, back_memory, back_sent   the same of the backward
     weight                 the part of the backward that only the gradients of weights need
-    core                   seconds of the attention core's forward, which "selective" runs again
+    summed                 the part of back_sent that sums over the ranks of tp: it can go on beside that of weights
+    inner                  seconds of what runs forward again inside the layer: the core of attention, or operators
     again                  seconds of collectives when the layer runs forward again
-    flops, core_flops      operations of all ranks that share the layer, forward; a causal kernel does half of the pairs
+    flops, inner_flops     operations of all ranks that share the layer, forward; a causal kernel does half of the pairs
     """
 
     matrix: float
@@ -93,10 +95,11 @@ class Work(NamedTuple):
     back_memory: float
     back_sent: float
     weight: float
-    core: float
+    summed: float
+    inner: float
     again: float
     flops: float
-    core_flops: float
+    inner_flops: float
 
     @property
     def forward(self) -> float:
@@ -211,24 +214,26 @@ def kernels(machine: Hardware, precision: str | Precision) -> Kernels:
 
 @lru_cache(4096)
 def works(
-    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division
+    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, checkpoint: Any = 0
 ) -> tuple[Work, ...]:
     """The work on one rank of every layer of a chain, which cannot be shared; or of a transformer's embedding, one of
-    its blocks, and of its head with the loss."""
+    its blocks, and of its head with the loss. A word of `segments.INSIDE` says what runs again inside of a block."""
     run = kernels(machine, precision)
     if isinstance(model, Transformer):
         embed, head = _ends(model, machine, run, rows, division)
-        return embed, _block(model, machine, run, rows, division), head
+        return embed, _block(model, machine, run, rows, division, checkpoint), head
     found = []
     for layer in model.chain:
         flops = layer.flops * rows
         matrix = flops / run.wide * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
         memory = run.stream(run.element * layer.moved * rows)
-        found.append(Work(matrix, memory, 0.0, 2 * matrix, 2 * memory, 0.0, matrix, 0.0, 0.0, flops, 0.0))
+        found.append(Work(matrix, memory, 0.0, 2 * matrix, 2 * memory, 0.0, matrix, 0.0, 0.0, 0.0, flops, 0.0))
     return tuple(found)
 
 
-def _block(model: Transformer, machine: Hardware, run: Kernels, rows: float, division: Division) -> Work:
+def _block(
+    model: Transformer, machine: Hardware, run: Kernels, rows: float, division: Division, checkpoint: Any
+) -> Work:
     tp, cp, ep = division.tp, division.cp, division.ep
     e, s, h, f = run.element, model.sequence, model.hidden, model.ffn
     tokens, mask = rows * s / cp / ep, MASK * model.dropout
@@ -242,7 +247,8 @@ def _block(model: Transformer, machine: Hardware, run: Kernels, rows: float, div
     work = 2 * tokens * s * (model.queries + model.mixed) / tp * model.pairs
     softmax = softmax_back = 0.0
     if model.flash:  # half of the pairs; scores stay inside the kernel
-        core = max(work / 2 / run.flash * (1 + SHORT / s), run.least)
+        whole = 1 if division.even else 2 - 1 / cp
+        core = max(whole * work / 2 / run.flash * (1 + SHORT / s), run.least)
         core_back = BACKWARD * core
     else:
         core = run.product(s / cp, s, model.head_dim, local) + run.product(s / cp, model.head_dim, s, local)
@@ -289,9 +295,18 @@ def _block(model: Transformer, machine: Hardware, run: Kernels, rows: float, div
 
     matrix, flops = products + core, model.core_flops * rows
     done = flops / 2 if model.flash else flops  # (what the kernel computes)
+    inner = inner_flops = 0.0
+    if checkpoint == "selective":
+        inner, inner_flops = core + softmax, done
+    elif checkpoint == "operators":  # (sums over tp are kept, too: gathers run again)
+        inner = memory + part / 2
+        for k, (a, b, cut_here, cut_there) in enumerate(model.products):
+            if k % 2:
+                inner += run.product(tokens, b / (tp if cut_there else 1), a / (tp if cut_here else 1), 1, True)
+                inner_flops += 2 * model.sequence * a * b * rows
     return Work(
-        matrix, memory, sent, 2 * products + core_back, memory_back, sent + ring, products, core + softmax, sent,
-        model.block_flops * rows - flops + done, done,
+        matrix, memory, sent, 2 * products + core_back, memory_back, sent + ring, products, part, inner, sent,
+        model.block_flops * rows - flops + done, inner_flops,
     )  # fmt: skip
 
 
@@ -310,13 +325,13 @@ def _ends(model: Transformer, machine: Hardware, run: Kernels, rows: float, divi
     outside = size / (tp if division.sequence else 1)
     summed = 2 * gather(machine, links(machine, tp, 1), e * size)
     lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * outside) * model.dropout
-    embed = Work(0.0, lookup, summed, 0.0, lookup, summed / 2, 0.0, 0.0, summed, 0.0, 0.0)
+    embed = Work(0.0, lookup, summed, 0.0, lookup, summed / 2, 0.0, 0.0, 0.0, summed, 0.0, 0.0)
     logits = tokens * v / tp
     product = run.product(tokens, v / tp, h)
     loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * outside)
     loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * outside)
     flops = model.head_flops * rows
-    head = Work(product, loss, summed / 2, 2 * product, loss_back, summed, product, 0.0, 0.0, flops, 0.0)
+    head = Work(product, loss, summed / 2, 2 * product, loss_back, summed, product, summed, 0.0, 0.0, flops, 0.0)
     return embed, head
 
 
@@ -346,18 +361,18 @@ class Stage(NamedTuple):
 @lru_cache(8192)
 def stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
     """The different ranks of a pipeline (`PlanNumbers.pipeline`) in order, and how many neighbours are alike."""
-    given = model, machine, n.precision, n.rows, n.division, n.checkpoint == "selective"
+    given = model, machine, n.precision, n.rows, n.division, n.checkpoint
     kinds = {one.kind: one for one in of_kinds(n, model)}
     return tuple((_stage(*given, kind.chunks, one.parts, one.copies), kind.alike) for kind, one in kinds.items())
 
 
 @lru_cache(8192)
 def _stage(
-    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, selective: bool,
+    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, checkpoint: Any,
     chunks: tuple[Chunk, ...], parts: tuple[Part, ...], copies: int = 1,
 ) -> Stage:  # fmt: skip
     """Chunks of one rank for one micro-batch. Of stages with copies the rank has one of so many micro-batches each."""
-    found = works(model, machine, precision, rows, division)
+    found = works(model, machine, precision, rows, division, checkpoint if checkpoint in INSIDE else 0)
     counts = [[0.0] * len(found), [0.0] * len(found)]
     for chunk, part in zip(chunks, parts, strict=True):
         for count, layers in zip(counts, (range(chunk.start, chunk.stop), part.again), strict=True):
@@ -367,7 +382,7 @@ def _stage(
     once, twice = (Work(*(sum(map(mul, count, column)) for column in zip(*found, strict=True))) for count in counts)
     return Stage(
         sum(chunk.stop - chunk.start for chunk in chunks), once,
-        twice.matrix + twice.memory + twice.again + once.core * selective, twice.flops + once.core_flops * selective,
+        twice.matrix + twice.memory + twice.again + once.inner, twice.flops + once.inner_flops,
         *parameters_of(model, division, chunks), sum(part.held for part in parts),
     )  # fmt: skip
 
@@ -391,7 +406,7 @@ def _pace(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas)
     and written."""
     n, added, share = numbers, 0.0, machine.rates
     fused = STACKS[n.software].fused
-    hidden = min(stage.work.back_sent, stage.work.weight) * share.beside * fused
+    hidden = min(stage.work.summed, stage.work.weight) * share.beside * fused
     if not fused:
         moved = (stage.parameters + stage.experts) * (n.bytes.gradient + 8)
         added = moved / kernels(machine, n.precision).bandwidth
@@ -428,7 +443,7 @@ def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[
     found: dict[int, Times] = {}
     for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
         for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
-            one = _stage(*given, n.checkpoint == "selective", (chunk,), (part,))
+            one = _stage(*given, n.checkpoint, (chunk,), (part,))
             summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
             times = _pace(n, machine, one, axes).times._replace(copies=summed)
             for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):

@@ -128,7 +128,7 @@ class PlanNumbers(NamedTuple):
     @property
     def division(self) -> Division:
         """How ranks share the layers."""
-        return Division(self.tp, self.sequence_parallel, ep=self.ep, cp=self.cp)
+        return Division(self.tp, self.sequence_parallel, self.ep, self.cp, self.cp == 1 or STACKS[self.software].even)
 
     @property
     def stages_of_a_rank(self) -> int:

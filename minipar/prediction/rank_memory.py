@@ -52,6 +52,7 @@ from minipar.strategies.buckets import split_buckets
 from minipar.strategies.layout import Layout
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
+from minipar.strategies.segments import INSIDE
 
 AHEAD = Program.receives_ahead
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -359,6 +360,8 @@ def _logits(numbers: PlanNumbers, model: Sizes) -> float:
     if isinstance(model, Transformer) and model.built:
         return numbers.bytes.activation + 3 * FLOAT
     stack = STACKS[numbers.software]
+    if isinstance(model, Transformer) and model.fused_loss:
+        return FLOAT + stack.divided * (numbers.tp > 1)
     return stack.logits + stack.divided * (numbers.tp > 1)
 
 
@@ -375,13 +378,13 @@ def _part(
     model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, logits: float, chunk: Chunk,
     flight: int, moves: tuple[Move, ...] | None,
 ) -> Part:  # fmt: skip
-    selective = checkpoint == "selective"
-    if selective and isinstance(model, Chain):
+    inside = checkpoint in INSIDE
+    if inside and isinstance(model, Chain):
         raise PlanError(
-            f"checkpoint=selective: {model.name or 'the model'} has no attention; possible are the others of "
+            f"checkpoint={checkpoint}: {model.name or 'the model'} has no attention; possible are the others of "
             f"{segments.POSSIBLE}"
         )
-    costs = analytic.costs_of(model, rows, element, division, selective)
+    costs = analytic.costs_of(model, rows, element, division, checkpoint == "selective", checkpoint == "operators")
     layers = range(chunk.start, chunk.stop)
     chain = costs.chain(layers.start, layers.stop)
     if moves is None:
@@ -389,8 +392,8 @@ def _part(
     held, peak = memory(chain, moves or keep_everything(len(layers)))
     received = costs.output[layers.start - 1] if chunk.before else 0
     returned = costs.gradient[layers.stop - 1] if chunk.after else 0
-    core = 0  # the attention core that runs again
-    if selective:
+    core = 0  # what runs again inside a layer
+    if inside:
         everything = analytic.costs_of(model, rows, element, division).saved
         core = max(everything[l] - costs.saved[l] for l in layers)
     largest = max(costs.saved[l] + costs.output[l] for l in layers)
@@ -430,7 +433,7 @@ def _input_halves(moves: Sequence[Move], chain: LayersInOrder, built: Sequence[i
 def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, flight: int) -> tuple[Move, ...]:
     """The moves of a chunk that runs again in segments; (): it keeps everything. Without `ends` the first and the last
     layer of the model are in no segment."""
-    if checkpoint in (0, "selective"):
+    if checkpoint == 0 or checkpoint in INSIDE:
         return ()
     count = len(costs.forward)
     first, last = (0, count) if ends or isinstance(checkpoint, tuple) else (1, count - 1)

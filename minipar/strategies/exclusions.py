@@ -360,6 +360,10 @@ ON_DISK = Need(
 def check(plan: Plan, compiled: bool = False) -> None:
     """Refuse the first two choices of a plan that do not go together; with `compiled` only those that its actions
     show."""
+    if compiled and plan.checkpoint == "operators":
+        raise PlanError(
+            "checkpoint=operators: is estimated and exported, but does not run here; possible are selective or 1"
+        )
     for row in EXCLUSIONS:
         both = row.one, row.other
         if any(choice.after_compile for choice in both) is compiled and all(choice.chosen(plan) for choice in both):

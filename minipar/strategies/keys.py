@@ -352,7 +352,7 @@ COMPRESS = Domain(
     examples=lambda: ("bf16", "fp16", "topk:0.5", "powersgd:1"),
 )  # fmt: skip
 CHECKPOINT = Domain(
-    "none, sqrt, selective, K, a budget such as 64MiB, or layers such as 3,7,11",
+    "none, sqrt, selective, operators, K, a budget such as 64MiB, or layers such as 3,7,11",
     lambda name, value: segments.parse(value), examples=lambda: ("sqrt", "selective", "1", "128KiB", "2,4"),
 )  # fmt: skip
 NORM = Domain("none, or a number above 0", lambda name, value: clip_norm(value), examples=lambda: ("0.1",))

@@ -129,7 +129,8 @@ class Plan:
         keys.CHECKPOINT,
         "layers that run forward again before their backward, to save memory: K: in segments of K; sqrt: of the length "
         "that needs least memory; a budget for the activations of each rank; the layers at which segments begin; "
-        "selective: the core of each attention, inside its layer, which costs little time and keeps no scores",
+        "selective: the core of each attention, inside its layer, which costs little time and keeps no scores; "
+        "operators (estimates and exports): all but attention and every second matrix product, as torchtitan does",
     )
     zero: int = key(
         0, whole(0, 3), "what replicas share out: 1 the optimizer's state, 2 gradients too, 3 parameters too"

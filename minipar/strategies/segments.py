@@ -4,6 +4,7 @@ checkpoint=4         0 1 2 3 | 4 5 6 7 | 8 9        segments of 4 layers, counte
 checkpoint=sqrt      segments of the length that takes the least memory
 checkpoint=3,7       0 1 2 | 3 4 5 6 | 7 8 9        segments begin at these layers
 checkpoint=selective the core of each attention, inside its layer: see `minipar.models.selective_checkpoint`
+checkpoint=operators inside each layer all but attention and every second matrix product: torchtitan's selective
 checkpoint=64MiB     the fastest schedule that fits: some layers keep what they save, others run again, perhaps twice
 """
 
@@ -32,10 +33,11 @@ from minipar.wording import several
 
 Checkpoint = (
     int | str | tuple[int, ...]
-)  # every K layers; "none", "sqrt", "selective" or a budget; first layers of segments
+)  # every K layers; "none", "sqrt", a word of INSIDE or a budget; first layers of segments
+INSIDE = ("selective", "operators")  # parts of each layer run again, not the whole
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 POSSIBLE = (
-    "none, sqrt, selective (attention core), K (every K layers), a budget such as 64MiB, "
+    "none, sqrt, selective (attention core), operators, K (every K layers), a budget such as 64MiB, "
     "or first layers of segments such as 3,7,11"
 )
 
@@ -43,7 +45,7 @@ POSSIBLE = (
 def parse(value: object) -> Checkpoint:
     """A `Checkpoint`, from a word or a Python value. Errors: PlanError for anything else."""
     if isinstance(value, str):
-        if value in ("none", "sqrt", "selective"):
+        if value in ("none", "sqrt", *INSIDE):
             return value
         if "," in value:
             return _starts(value, value.removesuffix(",").split(","))
@@ -106,7 +108,7 @@ def schedules(
     count = len(layout.split)
     if isinstance(choice, tuple) and layout.shape.nodes:
         choice = tuple(layout.shape.firsts[layer] for layer in choice)
-    if choice in ("none", "selective"):
+    if choice in ("none", *INSIDE):
         return [()] * count
     parts = [layout.trained(stage) for stage in range(count)]
     flying, waiting = [1] * count, [0] * count

@@ -98,7 +98,7 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         model.name,
     )
     rows, batch = round(n.rows), round(n.batch)
-    found = works(model, machine, n.precision, n.rows, n.division)
+    found = works(model, machine, n.precision, n.rows, n.division, n.checkpoint)
     if not isinstance(model, Chain):
         found = (found[0], *(found[1],) * model.layers, found[2])
     layers = {rows: _on_machine(found, n, model, machine)}
@@ -115,7 +115,7 @@ def _on_machine(
     """The layers of a model on a machine, and seconds of their input halves."""
     selective = n.checkpoint == "selective"
     costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
-    hidden = [min(work.back_sent, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in found]
-    backward = [work.backward - less + work.core * selective for work, less in zip(found, hidden, strict=True)]
+    hidden = [min(work.summed, work.weight) * machine.rates.beside * STACKS[n.software].fused for work in found]
+    backward = [work.backward - less + work.inner for work, less in zip(found, hidden, strict=True)]
     first = [whole - work.weight for whole, work in zip(backward, found, strict=True)]
     return replace(costs, forward=tuple(work.forward for work in found), backward=tuple(backward)), first

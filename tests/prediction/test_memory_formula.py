@@ -8,10 +8,13 @@ import time
 import pytest
 
 from minipar.cli import main
+from minipar.costs import analytic
+from minipar.costs.analytic import Division
 from minipar.costs.hardware import PRESETS
 from minipar.costs.quantities import size
 from minipar.errors import PlanError
 from minipar.models import shapes
+from minipar.models.sizes import llama
 from minipar.prediction.on_paper import per_rank
 from minipar.prediction.plan_numbers import PRECISIONS
 from minipar.prediction.rank_memory import RankMemory, states
@@ -132,9 +135,19 @@ def test_what_cannot_be_is_refused_with_what_is_possible(text: str, says: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_selective_needs_attention() -> None:
-    with pytest.raises(PlanError, match="checkpoint=selective: mlp-tiny has no attention"):
-        ranks("checkpoint=selective", "mlp-tiny")
+@pytest.mark.parametrize("word", ["selective", "operators"])
+def test_parts_of_a_layer_that_run_again_need_attention(word: str) -> None:
+    with pytest.raises(PlanError, match=f"checkpoint={word}: mlp-tiny has no attention"):
+        ranks(f"checkpoint={word}", "mlp-tiny")
+
+
+def test_by_operator_a_block_keeps_attention_and_every_second_product() -> None:
+    """Of queries, keys, values, output, gate, up and down the first, third, fifth and seventh are kept."""
+    model = llama(2, 64, 4, 32, 100, kv_heads=2, ffn=160)
+    for tp in (1, 2):
+        costs = analytic.costs_of(model, 3, 2, Division(tp, True), operators=True)
+        numbers = (64 + 32 + 64 + 160) / tp + 64  # queries, values, what attention gives, gate; what down gives
+        assert costs.saved[1] == 3 * 32 * (2 * numbers + 4 * 4 / tp)
 
 
 def test_sizes_are_readable() -> None:

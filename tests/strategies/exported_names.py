@@ -92,7 +92,7 @@ DEEPSPEED: dict[str, Any] = {
 
 TORCHTITAN_VERSION = "torchtitan 0.2.2"
 TORCHTITAN: dict[str, Any] = {
-    "activation_checkpoint": {"mode": ("selective", "full", "memory_budget", "none")},
+    "activation_checkpoint": {"mode": ("selective", "full", "memory_budget", "none"), "selective_ac_option": str},
     "parallelism": {
         "data_parallel_replicate_degree": int,
         "data_parallel_shard_degree": int,

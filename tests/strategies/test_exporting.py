@@ -190,6 +190,16 @@ def test_configuration_of_deepspeed():
     assert pipeline.launch[:3] == ("deepspeed", "--num_nodes=2", "--num_gpus=4")
 
 
+def test_recomputation_by_operator_is_torchtitans():
+    plan = Plan.parse("dp=2 zero=3 checkpoint=operators")
+    found = plan.export("torchtitan", batch=4)
+    assert found.values["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+    with pytest.raises(PlanError, match="checkpoint=operators: Megatron-LM"):
+        plan.export("megatron", batch=4)
+    with pytest.raises(PlanError, match="checkpoint=operators: .* does not run here; possible are selective or 1"):
+        plan.compile(layers=4)
+
+
 def test_configuration_of_torchtitan():
     plan = Plan.parse("dp=2 pp=2 tp=2 sequence_parallel=true zero=3 microbatches=4 accumulate=2 split=3,2 clip=0.5")
     found = plan.export("torchtitan", batch=32)

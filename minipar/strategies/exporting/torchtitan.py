@@ -141,9 +141,13 @@ def _overlap(given: Given) -> Item:
 
 
 def _checkpoint(given: Given) -> Item:
-    if given.value not in ("none", 1):
-        raise given.refuse("recomputes every block by itself, or chosen operators", "checkpoint=1, checkpoint=none")
-    return Item({"activation_checkpoint": {"mode": "full" if given.value == 1 else "none"}})
+    modes: dict[Any, dict[str, str]] = {
+        "none": {"mode": "none"}, 1: {"mode": "full"}, "operators": {"mode": "selective", "selective_ac_option": "op"},
+    }  # fmt: skip
+    if given.value not in modes:
+        possible = "checkpoint=1, checkpoint=operators, checkpoint=none"
+        raise given.refuse("recomputes every block by itself, or chosen operators", possible)
+    return Item({"activation_checkpoint": modes[given.value]})
 
 
 def _zero(given: Given) -> Item:
