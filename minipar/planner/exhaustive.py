@@ -309,11 +309,11 @@ def _plainest_first(space: Space, best: list[Planned]) -> list[Planned]:
     usual = {**space.domains, "reduce": space.domains["reduce"][:1]}
     usual["offload"] = tuple(what for what in space.domains["offload"] if not what) or space.domains["offload"]
     usual["schedule"] = tuple(one for one in space.domains["schedule"] if one[0] in USUAL) or space.domains["schedule"]
-    plain, _, _ = _by_formulas(replace(space, domains=usual), 1)
-    if plain:
-        (one,) = _simulated(space, plain)
-        if one.numbers not in [known.numbers for known in best] and one.time <= first.time * (1 + bar.error):
-            best = [*best, one]
+    for schedules in (usual["schedule"], usual["schedule"][:1]):  # (the plainest one stands first)
+        plain, _, _ = _by_formulas(replace(space, domains={**usual, "schedule": schedules}), 1)
+        for one in _simulated(space, plain):
+            if one.numbers not in [known.numbers for known in best] and one.time <= first.time * (1 + bar.error):
+                best = [*best, one]
     equal = [one for one in best if one.time <= first.time * (1 + bar.error)]
     chosen = min(equal, key=lambda one: (mechanisms(one.numbers), one.time))
     return [chosen, *(one for one in best if one is not chosen)]

@@ -313,7 +313,7 @@ class Walk:
         are read in memory that the ranks share, without a copy."""
         message = self.make(sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), -1, "message", "buffers")
         self.free(ins)
-        self.other(ins)
+        self.other(ins._replace(writes=tuple(v for v in ins.writes if v.kind != "buffer")))  # (they are the message)
         self._sent(ins, message)
 
     def repartition(self, ins: Instruction) -> None:
