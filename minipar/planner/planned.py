@@ -79,7 +79,8 @@ class PlanDifference:
     def reason(self) -> str:
         """What makes the second one slower, in words: at most two parts."""
         more = sorted(((s, part) for part, s in self.seconds.items() if s > 0), reverse=True)
-        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2] if s > 0.01 * more[0][0])
+        shown = [(round(s, 9), part) for s, part in more[:2] if s > 0.01 * more[0][0]]  # (not what sums are off by)
+        return ", ".join(f"{part} {s:+.3g} s" for s, part in shown)
 
     def __repr__(self) -> str:
         return str(self)
