@@ -52,7 +52,7 @@ from minipar.execution.updating import Optimizer, Scheduler, Update, check_updat
 from minipar.models import selective_checkpoint, unregistered
 from minipar.models.losses import Own, check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
-from minipar.models.network import Network, edges_of
+from minipar.models.network import Network, edges_of, is_only_layers
 from minipar.models.nodes import ShardedModel
 from minipar.models.own_loss import TRIED, find_count
 from minipar.models.parameter_groups import parameters_of, shape_of
@@ -163,7 +163,7 @@ class Job:
                 from minipar.models.tracing import Scripted
 
                 model = Scripted(model)
-            layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
+            layered = not isinstance(model, nn.Module) or is_only_layers(model)
             if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
                 kind = type(model).__name__
                 raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")

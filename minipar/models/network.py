@@ -46,3 +46,13 @@ class Network(nn.Sequential):
 def edges_of(model: object) -> graphs.Edges:
     """The edges of a model; () for a chain."""
     return model.edges if isinstance(model, Network) else ()
+
+
+_ROOT = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_only_layers(model: nn.Module) -> bool:
+    """Whether a model does nothing but call its layers: it has no forward, hooks, parameters or buffers of its own."""
+    kind, own = type(model), vars(model)
+    plain = kind.forward in (nn.Sequential.forward, Network.forward) and kind.__call__ is nn.Module.__call__
+    return plain and "forward" not in own and not any(own[name] for name in _ROOT)

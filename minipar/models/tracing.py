@@ -37,7 +37,7 @@ from minipar.models.cutting import (
     undisturbed,
     versions,
 )
-from minipar.models.network import Network
+from minipar.models.network import Network, is_only_layers
 from minipar.models.replaying import Whole, at_blocks, shallow
 from minipar.models.tensors import arguments, count_bytes, opaque, rebuilt
 
@@ -58,9 +58,9 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
     Errors: PlanError, with the reason and what to do, if the model cannot be traced, or if the layers do not give the
     same output and gradients on the example.
     """
-    if isinstance(model, Network):
-        return model
-    if getattr(type(model), "forward", None) is nn.Sequential.forward:
+    if is_only_layers(model):
+        if isinstance(model, Network):
+            return model
         found = _flattened(model)
         way = "the elements of an nn.Sequential"
         named = {_key(path): _Only(path, module) for path, module in found}

@@ -15,7 +15,7 @@ from minipar.execution.execution import Job
 from minipar.execution.saving.keeping import model_of
 from minipar.models import cut_bytes, tracing
 from minipar.models.tracing import in_layers
-from tests.plain_loop import assert_equals_plain_torch
+from tests.plain_loop import assert_equals_plain_torch, rows
 
 WORDS, WIDTH, TOKENS = 13, 12, 6
 
@@ -131,6 +131,32 @@ def test_trains_as_plain_torch_does(clusters, name, plan):
         return
     run = assert_equals_plain_torch(clusters, plan, make, (x, ids(1)), loss, SGD, call=called)
     assert run.cut.startswith("one layer, since" if name == "adaptive" else f"{4 if name == 'speech' else 5} layers")
+
+
+class Called(nn.Sequential):
+    """Layers, and more around them than their forward."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+
+def _root(what: str) -> nn.Module:
+    kind = Called if what == "a call of its own" else nn.Sequential
+    model = kind(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    if what == "a hook":
+        model.register_forward_hook(lambda module, given, output: output * 2)
+    elif what == "a hook of gradients":
+        model.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,))
+    elif what == "a forward of its own":
+        own = model.forward
+        model.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+@pytest.mark.parametrize("what", ["a hook", "a hook of gradients", "a forward of its own", "a call of its own"])
+def test_what_the_root_of_a_sequential_does_is_not_left_out(clusters, what):
+    assert_equals_plain_torch(clusters, "dp=2", partial(_root, what), rows(), nn.functional.cross_entropy, SGD)
 
 
 def test_dropout_draws_as_the_unmodified_model_does(clusters):
