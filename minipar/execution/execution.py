@@ -56,7 +56,7 @@ from minipar.models.network import Network, edges_of, is_only_layers
 from minipar.models.nodes import ShardedModel
 from minipar.models.own_loss import TRIED, find_count
 from minipar.models.parameter_groups import parameters_of, shape_of
-from minipar.models.randomness import split_sensitive
+from minipar.models.randomness import initial, split_sensitive
 from minipar.models.tensors import (
     count_bytes,
     count_rows,
@@ -154,8 +154,7 @@ class Job:
 
     def built(self, uncut: str = "") -> tuple[nn.Module, bytes | None]:
         """The whole model, and how it was cut, for `cut`. `uncut`: why a model that is no chain must be one layer."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with initial(self.seed):
             model: Any = self.model
             built = model if isinstance(model, (nn.Module, list, tuple)) else model()
             model = nn.Sequential(*built) if isinstance(built, (list, tuple, nn.ModuleList)) else built
@@ -169,6 +168,7 @@ class Job:
                 raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
             if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
                 find_sizes(model, take_rows(self.sample(2)[0][0], range(2)))
+        unregistered.check_memory(model)
         convert(model, self.dtype)
         if type(model) in (nn.Sequential, Network):
             unregistered.register(model)
@@ -717,6 +717,7 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
     if comm.rank == 0 and len(set(comm.hosts)) > 1:
         _warn_of_hosts(program, comm.hosts)
     model = job.build()
+    _check_alike(model, comm)
     if program.sharing > 1:
         model = job.share(
             model, program.shard(comm.rank), program.sharing_mesh, program.inputs, program.slices, program.narrow
@@ -734,6 +735,18 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
     dtype, first = dtype_name(job.dtype), work.storing.first
     header = Header(first, job.seed, job.batch, dtype, program.name, "", outline.rows, call=work.storing.call)
     return _Kept(job, work, executor, outline, numbers, header)
+
+
+def _check_alike(model: nn.Module, comm: communicator.Communicator) -> None:
+    """PlanError where the model that this rank has made has other numbers than those of all others together."""
+    mine = torch.tensor([sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())])
+    every = mine.clone()
+    comm.iallreduce(every, tuple(range(comm.size)), "whether all ranks have made the same model").wait()
+    if not torch.isclose(every / comm.size, mine, rtol=1e-6, atol=0.0, equal_nan=True):
+        raise PlanError(
+            "model: the function makes other numbers on each rank. Possible are the module itself, made once; and "
+            "draws from the global generators of torch, Python and NumPy, which begin with seed="
+        )
 
 
 def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state: State, updates: int) -> None:
@@ -846,7 +859,7 @@ def profile_job(
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
-    sensitive = split_sensitive(whole, x, isinstance(job.loss, Own))
+    sensitive = split_sensitive(whole, x, isinstance(job.loss, Own), _writable(plan, parts, sliced))
     return Facts(
         shape,
         measured,
@@ -861,6 +874,14 @@ def profile_job(
         model.whole if isinstance(model, ShardedModel) else {},
         cut,
     )
+
+
+def _writable(plan: Plan, parts: int, sliced: str) -> tuple[bool, bool]:
+    """Whether what a forward writes into frozen parameters, and into trained ones, is there in the next one, as on one
+    device: a plan may have other copies, slices or versions of them, or run a forward twice."""
+    frozen = plan.checkpoint == "none" and "parameters" not in plan.offload
+    once = parts * plan.sharing == 1 and not (sliced or plan.offload)
+    return frozen, frozen and once and not PRECISIONS[plan.precision]
 
 
 def _narrow_rows(x: Any, short: str) -> Any:

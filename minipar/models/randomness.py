@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.errors import RankError
+from minipar.errors import PlanError, RankError
 from minipar.models.network import edges_of
 from minipar.models.reached import reached
 from minipar.models.tensors import (
@@ -135,6 +135,16 @@ def rolled(dice: Sequence[Any], number: int) -> Iterator[None]:
 
 
 @contextmanager
+def initial(seed: int) -> Iterator[None]:
+    """In the block a model is made: the global generators of torch, Python and NumPy begin with its seed."""
+    numpy = sys.modules.get("numpy")
+    dice = [random._inst, *([] if numpy is None else [numpy.random.mtrand._rand])]
+    with torch.random.fork_rng(devices=[]), rolled(dice, seed):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def untouched(sources: Sequence[torch.Generator]) -> Iterator[None]:
     """After the block the generators have the same state as before it."""
     states = [source.get_state() for source in sources]
@@ -218,12 +228,15 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
 _OWN = tuple(f"minipar.models.{name}" for name in ("transformer", "mixture_gpt", "inception", "perceptron"))
 
 
-def split_sensitive(model: nn.Module, x: Any = None, own_loss: bool = False) -> list[str]:
+def split_sensitive(
+    model: nn.Module, x: Any = None, own_loss: bool = False, writable: tuple[bool, bool] = (True, True)
+) -> list[str]:
     """Modules and layers, by name, whose result depends on how the batch is split.
 
     x          rows to run copies of a sequential model's layers on, to find which of them draw, change their buffers,
                or have rows that change each other's results
     own_loss   single numbers that the last layer gives are the model's loss, and no results of rows
+    writable   whether a layer's forward may write into its frozen parameters, and into trained ones; else PlanError
     """
     found = []
     for name, module in model.named_modules():
@@ -240,7 +253,7 @@ def split_sensitive(model: nn.Module, x: Any = None, own_loss: bool = False) -> 
             found.append(f"{name} ({kind}: its inner dropout does not draw by row)")
     ours = all(type(layer).__module__ in _OWN for layer in model._modules.values())
     named = [text.split()[0] for text in found]
-    for name, what in () if ours or x is None else _seen(model, x, own_loss):
+    for name, what in () if ours or x is None else _seen(model, x, own_loss, writable):
         if not any(f"{other}.".startswith(f"{name}.") for other in named):
             found.append(f"{name} ({type(model._modules[name]).__name__}: {what})")
     for name, p in model.named_parameters():
@@ -261,7 +274,9 @@ def _adds_up(parameter: nn.Parameter) -> bool:
     return torch.allclose(found[0] + found[1], found[2], rtol=1e-3, atol=1e-6)
 
 
-def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
+def _seen(
+    model: nn.Module, x: Any, own_loss: bool, writable: tuple[bool, bool] = (True, True)
+) -> list[tuple[str, str]]:
     """Runs copies of a sequential model's layers; names those that draw, change their buffers, or mix rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
@@ -281,6 +296,7 @@ def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
             numbers, written = _numbers(holder), _written(holder)
+            before = {key: (p, p._version, p.data_ptr()) for key, p in holder[0].named_parameters()}
             try:
                 outputs[number] = holder[0](given)
             except Exception as error:
@@ -288,6 +304,15 @@ def _seen(model: nn.Module, x: Any, own_loss: bool) -> list[tuple[str, str]]:
                 kind, where = type(layers[name]).__name__, "in a trial of its rows, before the run"
                 once = RankError(f"layer {number} ({kind}) {where}: {type(error).__name__}: {error}")
                 once.__cause__ = error
+                break
+            changed = [key for key, (p, *known) in before.items() if known != [p._version, p.data_ptr()]]
+            if key := next((key for key in changed if not writable[before[key][0].requires_grad]), ""):
+                once = PlanError(
+                    f"layer {number} ({type(layers[name]).__name__}): its forward writes into its parameter {key}, of "
+                    "which other ranks, micro-batches or recomputations have copies. Possible are a parametrization "
+                    "(torch.nn.utils.parametrize), a hook of the optimizer (register_step_post_hook), a buffer in "
+                    "place of a parameter that is not trained; or one rank with the whole batch"
+                )
                 break
             if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))

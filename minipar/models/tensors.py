@@ -289,10 +289,10 @@ def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | N
         k for k, (t, version) in enumerate(zip(after.tensors, after.versions, strict=True)) if t._version != version
     ]
     pairs = ((before.tensors[k], other) for k in changed for j, other in enumerate(before.tensors) if j != k)
-    return any(_overlap(one, other) for one, other in pairs)
+    return any(overlap(one, other) for one, other in pairs)
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have an element in common."""
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype is not other.dtype:
         return False

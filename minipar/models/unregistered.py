@@ -9,12 +9,15 @@ weight, and a gradient that it makes would be lost. `register` makes such a weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.reached import reached
+from minipar.models.tensors import overlap
 
 _TORCH = frozenset(vars(nn.Module()))  # what every module has: parameters, submodules, hooks
 
@@ -38,6 +41,23 @@ def register(model: nn.Module) -> None:
                 )
             own.add(id(p))
             layer.register_parameter(f"held_{len(own)}", p)
+
+
+def check_memory(model: nn.Module) -> None:
+    """PlanError where a parameter has memory in common with another tensor that a module holds, as after `a.data =
+    b.data`: to torch they are two, and a rank that has copies updates one of them alone."""
+    held: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        own = {} if type(module).__module__.startswith("torch.") else vars(module)
+        for name, t in (*module._parameters.items(), *module._buffers.items(), *own.items()):
+            if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_meta and t.numel():
+                held.setdefault(id(t), (f"{path}.{name}".lstrip("."), t))
+    for (name, one), (other, t) in pairwise(sorted(held.values(), key=lambda pair: pair[1].data_ptr())):
+        if (isinstance(one, nn.Parameter) or isinstance(t, nn.Parameter)) and overlap(one, t):
+            raise PlanError(
+                f"model: {name} and {other} have the same memory, and are two to torch; possible is one parameter that "
+                "both modules hold, as in self.tied = other.weight, or memory of its own: clone()"
+            )
 
 
 def exchange(layer: nn.Module, others: Mapping[int, nn.Parameter]) -> None:

@@ -85,6 +85,9 @@ def build(model: Any, seed: int, dtype: torch.dtype, x: Any = None, evaluate: bo
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % (1 << 32))
         built = model if isinstance(model, (nn.Module, list, tuple)) else model()
         if isinstance(built, (list, tuple, nn.ModuleList)):
             built = nn.Sequential(*built)

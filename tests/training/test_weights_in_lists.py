@@ -3,8 +3,11 @@ plain torch."""
 
 from __future__ import annotations
 
+import os
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,9 @@ from torch.nn import functional
 
 from minipar import PlanError, RankError, train
 from minipar.models import unregistered
-from tests.plain_loop import assert_equals_plain_torch
+from tests.plain_loop import assert_equals_plain_torch, rows
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Holder:
@@ -116,3 +121,66 @@ def test_a_parameter_that_a_forward_registers_is_named_before_training(clusters,
     data = torch.randn(8, 6), torch.randint(0, 3, (8,))
     with pytest.raises(RankError, match=r"a layer \(Growing\) registered its parameter scale in its forward"):
         train(build, data, words, cluster=clusters(2), steps=2, progress=False)
+
+
+def _of_one_memory(how: str) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    if how == "transposed":
+        model[2].weight.data = model[0].weight.data.t()
+    elif how == "buffer":
+        model[2].register_buffer("old", model[0].weight.data[:2])
+    else:  # neighbours, as those of torch's recurrent layers are on a GPU
+        model[0].weight.data, model[2].weight.data = torch.ones(12, 6).chunk(2)
+    return model
+
+
+@pytest.mark.parametrize("how", ["transposed", "buffer"])
+def test_two_tensors_of_one_memory_are_refused(how):
+    with pytest.raises(PlanError, match=r"0\.weight and 2\.(weight|old)|2\.(weight|old) and 0\.weight"):
+        unregistered.check_memory(_of_one_memory(how))
+    unregistered.check_memory(_of_one_memory("neighbours"))
+
+
+class Clamped(nn.Linear):
+    """Its forward writes into its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def bounded(frozen: bool) -> nn.Sequential:
+    clamped = Clamped(6, 6)
+    clamped.weight.requires_grad_(not frozen)
+    return nn.Sequential(nn.Linear(6, 6), clamped, nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(("words", "frozen"), [("dp=2 zero=3", False), ("tp=2", False), ("checkpoint=1", True)])
+def test_a_forward_that_writes_into_parameters_is_refused(clusters, words, frozen):
+    with pytest.raises(PlanError, match=r"layer 1 \(Clamped\): its forward writes into its parameter weight"):
+        train(partial(bounded, frozen), rows(), words, cluster=clusters(2 if "2" in words else 1), progress=False)
+
+
+@pytest.mark.parametrize(("words", "frozen"), [("pp=2", False), ("dp=2 zero=3", True)])
+def test_where_it_stays_it_is_plain_torch_s(clusters, words, frozen):
+    assert_equals_plain_torch(clusters, words, partial(bounded, frozen), rows(), functional.cross_entropy, SGD)
+
+
+def drawn(how: str) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    numbers = {"numpy": lambda: np.random.randn(6, 6), "python": lambda: random.random(), "system": os.getpid}[how]()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.as_tensor(numbers))
+    return model
+
+
+@pytest.mark.parametrize("how", ["numpy", "python"])
+def test_ranks_make_the_same_model_of_any_generator(clusters, how):
+    options = {"dtype": torch.float64, "cluster": clusters(2), "progress": False, "check": True, "steps": 2}
+    assert train(partial(drawn, how), rows(), "dp=2", **options).max_error() < 1e-12
+
+
+def test_models_that_differ_from_rank_to_rank_are_refused(clusters):
+    with pytest.raises(PlanError, match="the function makes other numbers on each rank"):
+        train(partial(drawn, "system"), rows(), "dp=2", cluster=clusters(2), progress=False)
