@@ -50,7 +50,7 @@ from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of, whole_piece
 from minipar.models import selective_checkpoint, unregistered
-from minipar.models.losses import Own, check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
+from minipar.models.losses import Own, check_loss, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of, is_only_layers
 from minipar.models.nodes import ShardedModel
@@ -423,7 +423,8 @@ def under_way(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
     slow = None
     if costs is not None:
-        slow = [[_delays(costs, each, rank) for each in different] for rank in range(len(program.ranks))]
+        each = [replace(costs, program=one) for one in different]
+        slow = [[delays(one, rank) for one in each] for rank in range(len(program.ranks))]
     watching = watching_of(memory, ranks.emulates)
     with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
         stop = None if end is None else end.touch
@@ -570,10 +571,6 @@ def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ra
         return job
     ((graphs, cut),) = ranks.run_on([0], Job.capture, job, count, slices, short)
     return replace(job, graphs=graphs, cut=cut)
-
-
-def _delays(costs: ProgramCosts, program: Program, rank: int) -> Delays:
-    return delays(replace(costs, program=program), rank)
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
@@ -738,13 +735,13 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
 
 
 def _check_alike(model: nn.Module, comm: communicator.Communicator) -> None:
-    """PlanError where the model that this rank has made has other numbers than those of all others together."""
-    mine = torch.tensor([sum(p.detach().abs().sum(dtype=torch.float64).item() for p in model.parameters())])
-    every = mine.clone()
+    """PlanError where the model that this rank has made has other numbers than those of all ranks together."""
+    mine = sum((p.detach().abs().sum().double() for p in model.parameters()), torch.zeros(1, dtype=torch.float64))
+    every = mine / comm.size
     comm.iallreduce(every, tuple(range(comm.size)), "whether all ranks have made the same model").wait()
-    if not torch.isclose(every / comm.size, mine, rtol=1e-6, atol=0.0, equal_nan=True):
+    if not torch.isclose(every, mine, rtol=1e-6, equal_nan=True):
         raise PlanError(
-            "model: the function makes other numbers on each rank. Possible are the module itself, made once; and "
+            "model: its function makes other numbers on each rank; possible are the module itself, made once, and "
             "draws from the global generators of torch, Python and NumPy, which begin with seed="
         )
 
@@ -840,7 +837,11 @@ def profile_job(
     else:
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     titles = {id(p): name for name, p in model.named_parameters()}
-    optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
+    names = [titles[id(p)] for group in parameters_of(layers) for p in group]
+
+    def optimizer(copies: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return update.part(list(map(whole_piece, names, copies))).optimizer
+
     slices = ranges_of(plan, shape, [x, y]) if plan.slice_count > 1 else []
     threads = torch.get_num_threads()
     counted_form, note = tried or _try_loss(job, whole, x, plan, parts)
@@ -859,7 +860,10 @@ def profile_job(
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
-    sensitive = split_sensitive(whole, x, isinstance(job.loss, Own), _writable(plan, parts, sliced))
+    # Whether what a forward writes into frozen and into trained parameters is there in the next one, as on one device.
+    frozen = plan.checkpoint == "none" and "parameters" not in plan.offload
+    trained = frozen and parts * plan.sharing == 1 and not (sliced or plan.offload or short)
+    sensitive = split_sensitive(whole, x, isinstance(job.loss, Own), (frozen, trained))
     return Facts(
         shape,
         measured,
@@ -876,29 +880,15 @@ def profile_job(
     )
 
 
-def _writable(plan: Plan, parts: int, sliced: str) -> tuple[bool, bool]:
-    """Whether what a forward writes into frozen parameters, and into trained ones, is there in the next one, as on one
-    device: a plan may have other copies, slices or versions of them, or run a forward twice."""
-    frozen = plan.checkpoint == "none" and "parameters" not in plan.offload
-    once = parts * plan.sharing == 1 and not (sliced or plan.offload)
-    return frozen, frozen and once and not PRECISIONS[plan.precision]
-
-
 def _narrow_rows(x: Any, short: str) -> Any:
     return map_tensors(x, lambda t: t.to(dtype_named(short)) if t.is_floating_point() else t)
-
-
-def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The model's optimizer, for parameters in place of those that have these names."""
-    pieces = [whole_piece(name, p) for name, p in zip(names, parameters, strict=True)]
-    return update.part(pieces).optimizer
 
 
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:
     """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's. It is
     tried on parts of sequences, too, where the plan cuts them."""
     cut = _parts_of_sequences(plan, x)
-    if is_known(job.loss) and not cut:
+    if job.loss is nn.functional.cross_entropy and not cut:  # (which is known to be a mean)
         return None, ""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device

@@ -86,16 +86,25 @@ def make(factory: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
 
 
 class Form(NamedTuple):
-    """What is known everywhere of a trainable parameter."""
+    """What is known everywhere of a trainable parameter; `marks`: its class and attributes, which may say its group."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    marks: tuple[type, dict[str, Any]] = (nn.Parameter, {})
+
+    def marked(self, values: Tensor) -> nn.Parameter:
+        """A parameter of these values that looks like this one."""
+        found = nn.Parameter(values)
+        found.__class__, more = self.marks
+        vars(found).update(more)
+        return found
 
 
 def forms_of(model: nn.Module) -> tuple[Form, ...]:
     """The trainable parameters of a whole model, in its order."""
-    return tuple(Form(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if p.requires_grad)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return tuple(Form(name, tuple(p.shape), p.dtype, (type(p), vars(p))) for name, p in trained)
 
 
 class Updated(NamedTuple):
@@ -165,7 +174,7 @@ class Update:
         return "" if self.schedule is None else class_name(self.schedule.scheduler)
 
     def _make(self, factory: Any) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
-        stands = {form.name: nn.Parameter(torch.zeros((), dtype=form.dtype).expand(form.shape)) for form in self.forms}
+        stands = {form.name: form.marked(torch.zeros((), dtype=form.dtype).expand(form.shape)) for form in self.forms}
         if not stands:  # nothing is trained
             return torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=0.0), stands
         try:
@@ -286,10 +295,11 @@ def _check_parts(update: Update, why: str, divided: bool, longest: int | None) -
 
     longest   parameters of the trial have at most so many elements along each dimension
     """
-    forms = [Form(name, tuple(min(n, longest or n) for n in shape), torch.float64) for name, shape, _ in update.forms]
-    start, gradients = _trial({name: shape for name, shape, _ in forms})
+    forms = [f._replace(shape=tuple(min(n, longest or n) for n in f.shape), dtype=torch.float64) for f in update.forms]
+    start, gradients = _trial({form.name: form.shape for form in forms})
+    marked = {form.name: form.marked for form in forms}
     small, names = Update(update.factory, forms), list(start)
-    expected, again = (_stepped(partial(make, update.factory), start, gradients, seed) for seed in (0, 1))
+    expected, again = (_stepped(partial(make, update.factory), start, gradients, seed, marked) for seed in (0, 1))
     if any(not torch.allclose(expected[n], again[n], 0, 0, equal_nan=True) for n in names):
         raise PlanError(
             f"optimizer {update.name}: draws random numbers in step(), and ranks would draw others than one device; "
@@ -327,9 +337,10 @@ def _stepped(
     start: dict[str, Tensor],
     gradients: list[dict[str, Tensor]],
     seed: int = 0,
+    marked: Mapping[str, Callable[[Tensor], nn.Parameter]] = {},
 ) -> dict[str, Tensor]:
-    """Parameters after a few steps. `seed`: of what draws in them."""
-    parameters = {name: nn.Parameter(values.clone()) for name, values in start.items()}
+    """Parameters after a few steps. `seed`: of what draws in them; `marked`: makes some of them."""
+    parameters = {name: marked.get(name, nn.Parameter)(values.clone()) for name, values in start.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         optimizer = make(list(parameters.items()))

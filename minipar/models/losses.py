@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -186,11 +187,6 @@ def _plain(count: float) -> float:
     return int(count) if math.isfinite(count) and count == int(count) else count
 
 
-def is_known(loss: Any) -> bool:
-    """Whether a loss is known to be the weighted mean of its parts' losses, so that nothing has to be tried."""
-    return loss is nn.functional.cross_entropy
-
-
 _MEANS = (nn.functional.cross_entropy, nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
           nn.functional.huber_loss, nn.functional.binary_cross_entropy_with_logits)  # fmt: skip
 _MEAN_MODULES = (nn.CrossEntropyLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss)
@@ -252,8 +248,8 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
             )
         wide = _widened(given, first, y)
         cuts = {(total // 3 or 1, total - (total // 3 or 1)), tuple(map(len, split_rows(total, parts)))}
-        for sizes in sorted(cuts):
-            _compare(given, loss, *(wide or (first, y)), sizes, 1e-9 if wide else 1e-4)
+        for sizes, one in product(sorted(cuts), (given, partial(_slope, given))):
+            _compare(one, loss, *(wide or (first, y)), sizes, 1e-9 if wide else 1e-4)
     return form, ""
 
 
@@ -383,7 +379,8 @@ class Trial:
                 wide = _widened(self.loss, whole, targets)
                 given = wide or (whole, targets)
                 try:
-                    _compare(self.loss, self.loss, *given, sizes, 1e-9 if wide else 1e-4, f"in step {step}, ")
+                    for what in (self.loss, partial(_slope, self.loss)):
+                        _compare(what, self.loss, *given, sizes, 1e-9 if wide else 1e-4, f"in step {step}, ")
                 except PlanError:
                     if _number(self.loss(*given)) == _number(self.loss(*given)):  # (else it draws random numbers)
                         raise
@@ -473,13 +470,24 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
         scale += abs(value * mine / weight)
     if math.isfinite(found) and abs(found - whole) <= bound * max(abs(whole), scale):
         return
+    what = "its gradient times its output" if isinstance(given, partial) and given.func is _slope else "it"
     kind = "" if abs(plain - whole) > bound * max(abs(whole), scale) else "; it seems to be a sum, and no mean"
     shown = " + ".join(map(str, sizes[:4])) + (" + ..." if len(sizes) > 4 else "")
     over = "what it counts" if says_count(loss) else "target elements" if counts_elements(y) else "rows"
     raise PlanError(
-        f"loss: {where}of {sum(sizes)} rows it is {whole:.6g}, but its parts of {shown} rows, weighted by {over}, give "
-        f"{found:.6g}{kind}; {_WAYS}"
+        f"loss: {where}of {sum(sizes)} rows {what} is {whole:.6g}, but its parts of {shown} rows, weighted by {over}, "
+        f"give {found:.6g}{kind}; {_WAYS}"
     )
+
+
+def _slope(loss: Any, output: Any, y: Any) -> Tensor:
+    """How a loss changes with its output. (Of parts it may be another at the same value: a loss may detach some.)"""
+    leaves = map_tensors(output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    with torch.enable_grad():
+        value = scalar(loss(map_tensors(leaves, torch.clone), y))
+    inputs = [t for t in tensors(leaves) if t.requires_grad and t.dim() and len(t) == count_rows(y)]
+    found = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else ()
+    return sum(((g * t).abs().sum() for g, t in zip(found, inputs, strict=False) if g is not None), torch.zeros(()))
 
 
 def _rows_of(t: Tensor, part: range, count: int) -> Tensor:

@@ -48,11 +48,9 @@ def edges_of(model: object) -> graphs.Edges:
     return model.edges if isinstance(model, Network) else ()
 
 
-_ROOT = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def is_only_layers(model: nn.Module) -> bool:
     """Whether a model does nothing but call its layers: it has no forward, hooks, parameters or buffers of its own."""
     kind, own = type(model), vars(model)
     plain = kind.forward in (nn.Sequential.forward, Network.forward) and kind.__call__ is nn.Module.__call__
-    return plain and "forward" not in own and not any(own[name] for name in _ROOT)
+    held = [own["_parameters"], own["_buffers"], *(some for name, some in own.items() if name.endswith("hooks"))]
+    return plain and "forward" not in own and not any(held)

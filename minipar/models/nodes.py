@@ -107,6 +107,8 @@ class Node(nn.Module):
         if held.name not in known:
             part = whole.detach().clone() if held.cut is None else held.cut.of(whole.detach())
             known[held.name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            known[held.name].__class__ = type(whole)  # (an optimizer may group by class and attributes)
+            vars(known[held.name]).update(vars(whole))
             known[held.name].minipar_form = held.form  # type: ignore[attr-defined]  # (parameter_groups asks for it)
             known[held.name].minipar_held = held  # type: ignore[attr-defined]
         self.register_parameter(own, known[held.name])

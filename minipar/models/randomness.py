@@ -137,9 +137,9 @@ def rolled(dice: Sequence[Any], number: int) -> Iterator[None]:
 @contextmanager
 def initial(seed: int) -> Iterator[None]:
     """In the block a model is made: the global generators of torch, Python and NumPy begin with its seed."""
-    numpy = sys.modules.get("numpy")
-    dice = [random._inst, *([] if numpy is None else [numpy.random.mtrand._rand])]
-    with torch.random.fork_rng(devices=[]), rolled(dice, seed):
+    import numpy
+
+    with torch.random.fork_rng(devices=[]), rolled([random._inst, numpy.random.mtrand._rand], seed):
         torch.manual_seed(seed)
         yield
 
@@ -196,9 +196,6 @@ class RowDropout(nn.Module):
         position = torch.arange(before + 1, before + count + 1, device=device) * _GOLDEN
         bits = _mix(key + position).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
         return bits.double().mul_(2.0**-53).view(tuple(shape))
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, by row"
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -309,9 +306,8 @@ def _seen(
             if key := next((key for key in changed if not writable[before[key][0].requires_grad]), ""):
                 once = PlanError(
                     f"layer {number} ({type(layers[name]).__name__}): its forward writes into its parameter {key}, of "
-                    "which other ranks, micro-batches or recomputations have copies. Possible are a parametrization "
-                    "(torch.nn.utils.parametrize), a hook of the optimizer (register_step_post_hook), a buffer in "
-                    "place of a parameter that is not trained; or one rank with the whole batch"
+                    "which this plan has copies. Possible are a parametrization (torch.nn.utils.parametrize), a hook "
+                    "of the optimizer (register_step_post_hook), a buffer; or one rank with the whole batch"
                 )
                 break
             if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):

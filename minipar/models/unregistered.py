@@ -44,8 +44,7 @@ def register(model: nn.Module) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """PlanError where a parameter has memory in common with another tensor that a module holds, as after `a.data =
-    b.data`: to torch they are two, and a rank that has copies updates one of them alone."""
+    """PlanError where a parameter has memory in common with another tensor of a module, as after `a.data = b.data`."""
     held: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
         own = {} if type(module).__module__.startswith("torch.") else vars(module)
@@ -53,10 +52,10 @@ def check_memory(model: nn.Module) -> None:
             if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_meta and t.numel():
                 held.setdefault(id(t), (f"{path}.{name}".lstrip("."), t))
     for (name, one), (other, t) in pairwise(sorted(held.values(), key=lambda pair: pair[1].data_ptr())):
-        if (isinstance(one, nn.Parameter) or isinstance(t, nn.Parameter)) and overlap(one, t):
+        if nn.Parameter in (type(one), type(t)) and overlap(one, t):
             raise PlanError(
-                f"model: {name} and {other} have the same memory, and are two to torch; possible is one parameter that "
-                "both modules hold, as in self.tied = other.weight, or memory of its own: clone()"
+                f"model: {name} and {other} have the same memory, and ranks have copies of both; possible is one "
+                "parameter that both modules hold, as in self.tied = other.weight, or memory of its own: clone()"
             )
 
 

@@ -86,8 +86,7 @@ def build(model: Any, seed: int, dtype: torch.dtype, x: Any = None, evaluate: bo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(seed % (1 << 32))
+        sys.modules["numpy"].random.seed(seed % 2**32)  # (torch has imported it)
         built = model if isinstance(model, (nn.Module, list, tuple)) else model()
         if isinstance(built, (list, tuple, nn.ModuleList)):
             built = nn.Sequential(*built)

@@ -43,7 +43,12 @@ def model() -> nn.Sequential:
     first = nn.Linear(6, 6)
     layers = [first, nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), Tied(first)]
     layers[2].bias.requires_grad_(False)
+    layers[2].weight.rate, layers[4].weight = 0.02, Slow(layers[4].weight.data)
     return nn.Sequential(*layers)
+
+
+class Slow(nn.Parameter):
+    """Says by its class how it is trained."""
 
 
 def recipe(named_parameters: Any) -> torch.optim.Optimizer:
@@ -68,6 +73,11 @@ def by_shape(parameters: Any) -> torch.optim.Optimizer:
 
 def by_place(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": parameters[:-1], "lr": 0.1}, {"params": parameters[-1:], "lr": 0.7}])
+
+
+def by_mark(parameters: Any) -> torch.optim.Optimizer:
+    rates = [0.3 if isinstance(p, Slow) else getattr(p, "rate", 0.1) for p in parameters]
+    return torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)])
 
 
 COSINE = partial(lr_scheduler.CosineAnnealingLR, T_max=5)
@@ -152,8 +162,8 @@ def test_groups_by_name_and_a_scheduler_are_plain_torch_s(clusters, tmp_path, te
     assert other[0] != pytest.approx(expected[0], rel=1e-6), "the scheduler changes something"
 
 
-@pytest.mark.parametrize("optimizer", [by_shape, by_place, partial(torch.optim.Adagrad, lr=0.1,
-                                                                  initial_accumulator_value=0.3)])  # fmt: skip
+@pytest.mark.parametrize("optimizer", [by_shape, by_place, by_mark, partial(torch.optim.Adagrad, lr=0.1,
+                                                                           initial_accumulator_value=0.3)])  # fmt: skip
 @pytest.mark.parametrize("text", ["dp=2 zero=3", "pp=2 microbatches=2", "dp=2 sync=ps"])
 def test_groups_by_shape_or_place_are_those_of_the_whole_model(clusters, tmp_path, text, optimizer):
     """A slice is flat, and a stage's last parameter is not the model's; some optimizers begin with a state."""

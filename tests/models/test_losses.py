@@ -45,6 +45,12 @@ def contrastive(output, y):
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
+def balanced(output, y):
+    """Two tasks, the second as large as the first: its value is twice the first mean, and its gradient is no mean."""
+    one, two = F.mse_loss(output, y), output.square().mean()
+    return one + two * (one / two).detach()
+
+
 def summed(output, y):
     return F.mse_loss(output, y, reduction="sum")
 
@@ -72,10 +78,11 @@ REFUSED = [
     (padded, rows(16, classes=True), "weighted by target elements, give"),
     (contrastive, rows(16), "weighted by rows, give"),
     (summed, rows(16), "it seems to be a sum, and no mean"),
+    (balanced, rows(16), "its gradient times its output is .* weighted by rows, give"),
 ]
 
 
-@pytest.mark.parametrize(("loss", "data", "why"), REFUSED, ids=["masked", "padded", "contrastive", "sum"])
+@pytest.mark.parametrize(("loss", "data", "why"), REFUSED, ids=["masked", "padded", "contrastive", "sum", "balanced"])
 def test_a_loss_that_cannot_be_split_is_refused(clusters, loss, data, why):
     with pytest.raises(PlanError, match=why) as caught:
         run(clusters, data, loss, "microbatches=4")

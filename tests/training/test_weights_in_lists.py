@@ -182,5 +182,5 @@ def test_ranks_make_the_same_model_of_any_generator(clusters, how):
 
 
 def test_models_that_differ_from_rank_to_rank_are_refused(clusters):
-    with pytest.raises(PlanError, match="the function makes other numbers on each rank"):
+    with pytest.raises(PlanError, match="its function makes other numbers on each rank"):
         train(partial(drawn, "system"), rows(), "dp=2", cluster=clusters(2), progress=False)
