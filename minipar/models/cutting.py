@@ -226,11 +226,12 @@ def versions(modules: Mapping[str, nn.Module]) -> dict[str, list[int]]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, but_attributes: bool = False) -> Iterator[None]:
     """After the block buffers, attributes of modules and the random generator have the same values as before it. (A
     forward may keep what it makes, and torch.fx gives it stand-ins.)"""
     buffers = [(b, b.clone()) for b in {id(b): b for b in model.buffers()}.values()]
-    attributes = [(own, dict(own)) for module in model.modules() for own in (vars(module), module._buffers)]
+    modules = [] if but_attributes else model.modules()
+    attributes = [(own, dict(own)) for module in modules for own in (vars(module), module._buffers)]
     try:
         with torch.random.fork_rng(devices=[]):
             yield

@@ -292,7 +292,7 @@ def _seen(
             given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
-            numbers, written = _numbers(holder), _written(holder)
+            numbers, written = numbers_of(holder), _written(holder)
             before = {key: (p, p._version, p.data_ptr()) for key, p in holder[0].named_parameters()}
             try:
                 outputs[number] = holder[0](given)
@@ -316,7 +316,7 @@ def _seen(
                 found.append((name, "may draw from Python's or NumPy's generators; only nn.Dropout draws by row"))
             elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
                 found.append((name, "each micro-batch changes its buffers"))
-            elif (after := _numbers(holder)) != numbers:
+            elif (after := numbers_of(holder)) != numbers:
                 key = next(key for key, number in after.items() if numbers.get(key) != number)
                 found.append((name, f"each micro-batch changes its {key}"))
             elif _mixes_rows(holder[0], read, outputs[number], rows, own_loss and number == len(layers) - 1):
@@ -330,7 +330,7 @@ def _seen(
     return found
 
 
-def _numbers(layer: nn.Module) -> dict[str, Any]:
+def numbers_of(layer: nn.Module) -> dict[str, Any]:
     """The attributes of a layer's modules that are numbers, such as counters."""
     return {
         f"{name}.{key}".split(".", 1)[-1]: number

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.cutting import undisturbed
+from minipar.models.randomness import numbers_of
 from minipar.models.tensors import differentiable, items_of, map_tensors, rebuilt, tensors
 from minipar.sharding.graph import Graph, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
@@ -57,22 +58,25 @@ def difference(
     slice_of   of a slice of sequences its first token, and the carry of the slice before
     """
     names = [name for name, p in layer.named_parameters() if p.requires_grad]
-    for scale in _SCALES:
-        try:
-            wanted, own = _run(layer, given, flows, [layer.get_parameter(name) for name in names], scale, slice_of)
-            if own:
-                return f"{own} has a backward of its own"
-            found, _ = _run(captured, given, flows, _parameters(captured, names), scale, slice_of)
-        except Exception as error:  # such as a checkpoint that autograd.grad cannot go through
-            return f"its backward cannot be compared ({type(error).__name__})"
-        if len(_flat(wanted)) != len(_flat(found)):
-            return "other tensors have gradients in the captured one"
-        words = [f"output {k}" for k in range(len(tensors(wanted[0])))]
-        words += [f"the gradient of {name}" for name in (["its input"] * len(wanted[1]) + names[: len(wanted[2])])]
-        for what, a, b in zip(words, _flat(wanted), _flat(found), strict=True):
-            if not _equal(a, b):
-                return f"{what} differs from the captured one"
-    return ""
+    before = numbers_of(layer)
+    with undisturbed(layer):  # (the second run finds what the first one has left)
+        for scale in _SCALES:
+            try:
+                wanted, own = _run(layer, given, flows, [layer.get_parameter(name) for name in names], scale, slice_of)
+                if own:
+                    return f"{own} has a backward of its own"
+                found, _ = _run(captured, given, flows, _parameters(captured, names), scale, slice_of)
+            except Exception as error:  # such as a checkpoint that autograd.grad cannot go through
+                return f"its backward cannot be compared ({type(error).__name__})"
+            if len(_flat(wanted)) != len(_flat(found)):
+                return "other tensors have gradients in the captured one"
+            words = [f"output {k}" for k in range(len(tensors(wanted[0])))]
+            words += [f"the gradient of {name}" for name in (["its input"] * len(wanted[1]) + names[: len(wanted[2])])]
+            for what, a, b in zip(words, _flat(wanted), _flat(found), strict=True):
+                if not _equal(a, b):
+                    return f"{what} differs from the captured one"
+        key = next((key for key, number in numbers_of(layer).items() if before.get(key) != number), "")
+    return f"each forward changes its {key}" if key else ""
 
 
 def _parameters(captured: Any, names: Sequence[str]) -> list[Tensor]:
@@ -93,7 +97,9 @@ def _run(
     more: tuple[Any, ...],
 ) -> tuple[tuple[Any, Sequence[Any], Sequence[Any]], str]:
     """A layer's output, the gradients of its inputs and parameters, and the class of a backward that torch has not."""
-    state = undisturbed(layer) if isinstance(layer, nn.Module) else torch.random.fork_rng(devices=[])
+    state = (
+        undisturbed(layer, but_attributes=True) if isinstance(layer, nn.Module) else torch.random.fork_rng(devices=[])
+    )
     with state, torch.enable_grad():
         torch.manual_seed(0)
         taken = map_tensors(given, lambda t: t.detach().clone().requires_grad_(flows and t.is_floating_point()))

@@ -374,6 +374,7 @@ class Update:
     """The job's optimizer and scheduler of some parameters. delay: how many updates old their gradients are."""
 
     def __init__(self, job: Job, named: Mapping[str, nn.Parameter], delay: int | None = None) -> None:
+        self.trained = named.values()  # (also those that the optimizer does not update)
         self.optimizer: torch.optim.Optimizer = job.optimizer(list(named.items() if job.by_name else named.values()))
         if delay is not None and hasattr(job.optimizer, "slow"):  # (it has lower learning rates for old gradients)
             job.optimizer.slow(self.optimizer, delay)
@@ -392,7 +393,8 @@ class Update:
     def step(self) -> None:
         """One update, after which there are no gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        for p in self.trained:
+            p.grad = None
         if self.scheduler is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # (torch warns if the optimizer has not stepped yet)

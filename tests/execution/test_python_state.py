@@ -51,8 +51,9 @@ def model(how: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), Drawing(how), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("plan", ["checkpoint=1", "checkpoint=sqrt", "pp=2 microbatches=1 checkpoint=1"])
+@pytest.mark.parametrize("plan", ["checkpoint=1", "checkpoint=sqrt", "pp=2 microbatches=1 checkpoint=1", "tp=2"])
 @pytest.mark.parametrize("how", ["own", "generator", "count"])
+@pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_own_generators_and_counters_run_again_as_they_ran(clusters, how, plan):
     assert_equals_plain_torch(clusters, plan, partial(model, how), rows(), cross_entropy, SGD)
 

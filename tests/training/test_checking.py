@@ -175,6 +175,17 @@ def test_what_is_right_is_not_an_error(clusters, words, dtype):
     assert found.max_error() < (0.02 if "bf16" in words else 1e-5 if dtype is torch.float32 else 1e-11)
 
 
+def test_a_parameter_that_the_optimizer_does_not_have_has_the_gradient_of_one_step(clusters):
+    """Its zero_grad() leaves that alone, and clip= asks for it."""
+
+    def of_the_head(parameters):
+        return torch.optim.SGD(parameters[-2:], lr=0.1)
+
+    options = {"cluster": clusters(2), "steps": 3, "loss": mse, "optimizer": of_the_head, "progress": False}
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    assert train(model, rows(9), "dp=2 clip=0.1", check=True, **options).max_error() < 1e-5
+
+
 def test_a_gradient_that_is_rounding_alone_is_no_mistake(clusters):
     """Adam makes a whole step of it, of any sign; and what is nearly learned is a small difference of numbers."""
 
