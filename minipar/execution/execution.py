@@ -824,8 +824,10 @@ def profile_job(
         for one in (model, whole):  # (of shared layers, the whole ones are what is tried)
             narrow(one, dtype_named(short))
         x = _narrow_rows(x, short)
-    mean = partial(_mean, job.loss)
-    loss = partial(_single, mean) if short else mean
+
+    def loss(output: Any, target: Any) -> Tensor:
+        return scalar(job.loss(map_tensors(output, single) if short else output, target))
+
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
     if plan.checkpoint == "selective":
@@ -930,11 +932,3 @@ def _parts_of_sequences(plan: Plan, x: Any) -> Sequence[range]:
         parts = [(each.start, part) for each in slices for part in token_ranges(plan.context_parallel, len(each))]
         return [range(start + part.start, start + part.stop) for start, part in parts]
     return []
-
-
-def _mean(loss: Loss, output: Any, y: Any) -> Tensor:
-    return scalar(loss(output, y))
-
-
-def _single(loss: Loss, output: Any, y: Any) -> Tensor:
-    return loss(map_tensors(output, single), y)

@@ -137,9 +137,7 @@ def rolled(dice: Sequence[Any], number: int) -> Iterator[None]:
 @contextmanager
 def initial(seed: int) -> Iterator[None]:
     """In the block a model is made: the global generators of torch, Python and NumPy begin with its seed."""
-    import numpy
-
-    with torch.random.fork_rng(devices=[]), rolled([random._inst, numpy.random.mtrand._rand], seed):
+    with torch.random.fork_rng(devices=[]), rolled([random._inst, sys.modules["numpy"].random.mtrand._rand], seed):
         torch.manual_seed(seed)
         yield
 

@@ -97,9 +97,7 @@ def _run(
     more: tuple[Any, ...],
 ) -> tuple[tuple[Any, Sequence[Any], Sequence[Any]], str]:
     """A layer's output, the gradients of its inputs and parameters, and the class of a backward that torch has not."""
-    state = (
-        undisturbed(layer, but_attributes=True) if isinstance(layer, nn.Module) else torch.random.fork_rng(devices=[])
-    )
+    state = undisturbed(layer, True) if isinstance(layer, nn.Module) else torch.random.fork_rng(devices=[])
     with state, torch.enable_grad():
         torch.manual_seed(0)
         taken = map_tensors(given, lambda t: t.detach().clone().requires_grad_(flows and t.is_floating_point()))
