@@ -532,7 +532,7 @@ class Running:
     def execution(self) -> Execution:
         """The whole run, which has ended."""
         done, everything, graded = self.done, range(len(self.done)), self.graded
-        times = [max(max(one.ends) for one in ranks) - _begin(ranks) for ranks in done]
+        times = [max(max(one.ends) for one in ranks) - min(min(one.starts) for one in ranks) for ranks in done]
         passes = min(self.passes, len(done))
         series = any(one.series is not None for one in done[-1])
         tracked = range(max(1, len(done) - SERIES), passes) if series else range(1, passes)
@@ -542,10 +542,6 @@ class Running:
             trace.program, self.losses(everything), times, trace, self.gradients(everything) if graded else [],
             [p.share for p in self.passed if p.share is not None], total(loads) if loads else None,
         )  # fmt: skip
-
-
-def _begin(ranks: Sequence[PassRecord]) -> float:
-    return min(min(one.starts) for one in ranks)
 
 
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> ProgramCosts:
@@ -582,7 +578,7 @@ def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
 
 def _measured(program: Program, ranks: Sequence[PassRecord], error: float) -> Trace:
     """The trace of one pass, from the clocks of all ranks, which were made one."""
-    zero = _begin(ranks)
+    zero = min(min(one.starts) for one in ranks)
     starts, ends = (
         [[t - zero for t in row] for row in rows] for rows in zip(*((r.starts, r.ends) for r in ranks), strict=True)
     )

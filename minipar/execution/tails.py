@@ -191,9 +191,12 @@ class _Shorter(DispatchMode):
 
 
 def _form(leaves: list[Any]) -> tuple[Any, ...]:
-    """Everything about arguments but the numbers in tensors."""
+    """Everything about arguments but the numbers in tensors. (Dataclasses, which have no leaves, have no hash.)"""
     return tuple(
-        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves
+        (tuple(x.shape), x.stride(), x.dtype, x.device)
+        if isinstance(x, Tensor)
+        else (type(x), x if callable(type(x).__hash__) else None)
+        for x in leaves
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -157,6 +158,18 @@ def test_a_layer_that_does_something_else_next_time_runs_whole() -> None:
     expected = gradients(layer, x, layer, lambda: None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not tails.shortens(0, x)
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor | None = None
+
+
+def test_a_layer_that_takes_a_dataclass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    layer, x = Of(lambda m, pair: m.down(m.up(pair.first))), torch.randn(4, WIDTH)
+    assert torch.equal(Tails().run(0, layer, Pair(x)), layer(Pair(x)))
 
 
 class WithNumpy(torch.autograd.Function):

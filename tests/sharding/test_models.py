@@ -232,6 +232,7 @@ def test_what_ranks_give_to_collectives_is_what_the_trace_says(clusters, annotat
     finally:
         noted = cluster.run(counted_messages)
     hops = {"iallreduce": 2, "ireduce_scatter": 1, "iall_gather": 1}
+    noted = [[one for one in of_rank if one[1] > 8] for of_rank in noted]  # (one number: whether all models are alike)
     assert [sum(hops[name] * size // 2 for name, size in of_rank) for of_rank in noted] == found.trace.bytes_sent()
     values = Counter(name for name, size in noted[0] if size == WHOLE)
     pairs = 2 * (2 * LAYERS + 1)  # forward and backward
