@@ -327,6 +327,15 @@ def test_export_refuses_in_one_line(capsys, tmp_path):
     assert (code, "cannot be written" in err) == (2, True)
 
 
+@pytest.mark.parametrize("system", ["megatron", "torchtitan", "deepspeed"])
+def test_what_is_planned_for_a_system_is_exported_as_it_is(capsys, system):
+    model = ("--model", "llama3-8b", "--batch", "128")
+    found = data(capsys, "plan", *model, "--hardware", "a100-40gb", "--nodes", "1", "--best", "3", "--to", system)
+    for one in found["best"]:
+        exported = data(capsys, "export", one["plan"], *model, "--to", system)
+        assert exported["text"]
+
+
 READS_TOML = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
 
 
