@@ -28,7 +28,7 @@ from minipar.comm.transport import gloo, shared
 from minipar.comm.transport.calls import Steps, announcement
 from minipar.comm.transport.gloo import Gloo
 from minipar.comm.transport.interface import Messages, Transport
-from minipar.comm.transport.local import LocalTransport, Mixed
+from minipar.comm.transport.local import LocalTransport
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Far, Sockets
 from minipar.errors import RankError
@@ -263,10 +263,9 @@ def _host(
     """What carries tensors on the CPU among ranks of these hosts, or some of them. The names of sockets begin with
     `path`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
-    groups = Gloo(store, rank, len(hosts), address, f"ranks are on {len(set(hosts))} hosts" if far else "")
-    if far:
-        return Mixed(groups, Sockets(rank, path, Far(far, address, store, token)), hosts)
-    return LocalTransport(groups, Sockets(rank, path))
+    without = f"ranks are on {len(set(hosts))} hosts" if far else ""
+    sockets = Sockets(rank, path, Far(far, address, store, token) if far else None)
+    return LocalTransport(store, rank, hosts, address, without, sockets)
 
 
 def _agree_on_folder(store: dist.Store, rank: int, hosts: tuple[str, ...]) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minipar.cluster.agreement import TIMEOUT
 from minipar.comm.transport import calls
+from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.calls import Need, Steps
 from minipar.comm.transport.interface import Messages, Transport, Work
 
@@ -54,7 +55,7 @@ class Gloo(Transport):
         """Of gloo's own collectives the same process group, since all start them in one order."""
         return self._group(kind, members)
 
-    def memory(self, kind: str, members: tuple[int, ...]) -> None:
+    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
         return None
 
     def _group(self, kind: str, members: tuple[int, ...]) -> Any:

@@ -1,6 +1,6 @@
 """What the rest of `comm` needs of a transport, which carries tensors from rank to rank.
 
-`LocalTransport`, `Gloo`, `Mixed` and `Nccl` are the transports. Each fact in which they differ is an attribute or a
+`Gloo`, `LocalTransport` and `Nccl` are the transports. Each fact in which they differ is an attribute or a
 method here, so that no caller has to know which of them it has.
 """
 

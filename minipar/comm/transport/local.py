@@ -1,6 +1,12 @@
-"""The transport of ranks of one machine: messages through sockets, collectives in shared memory; `Mixed` of several.
+"""gloo with two shorter ways: messages through sockets, and collectives in shared memory where a group is on one host.
 
-gloo does the collectives that `algorithm="backend"` asks for, and all of them where ranks cannot share memory.
+    ranks        0 1 | 2 3             two hosts
+    messages     0 - 1                 a socket of this machine
+                 1 - 2                 a TCP socket
+    collectives  0,1                   shared memory
+                 1,2 and 0,1,2,3       gloo, as a whole
+
+gloo also does the collectives that `algorithm="backend"` asks for, and all of them where ranks cannot share memory.
 """
 
 from __future__ import annotations
@@ -9,7 +15,6 @@ import os
 import sys
 import time
 import warnings
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,22 +22,19 @@ from minipar.cluster.processes import readable
 from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.sockets import Sockets
 
 _NAP = 1e-3  # seconds between two looks into the store
 
 
-class LocalTransport(Transport):
-    """`gloo`: for collectives without shared memory. `sockets`: for its messages."""
+class LocalTransport(Gloo):
+    """`hosts`: by rank, the name of its host. The other arguments are those of `Gloo`."""
 
-    name = "gloo"  # (of the process groups)
-    on_host = True
-    without = ""
-
-    def __init__(self, gloo: Gloo, sockets: Sockets) -> None:
-        self.gloo, self.sockets = gloo, sockets
-        self.rank = gloo.rank
+    def __init__(
+        self, store: dist.Store, rank: int, hosts: tuple[str, ...], address: str, without: str, sockets: Sockets
+    ) -> None:
+        super().__init__(store, rank, len(hosts), address, without)
+        self.hosts, self.sockets = hosts, sockets
         self.watched: dict[int, int] = {}  # rank -> a descriptor of its process
 
     @property
@@ -43,14 +45,19 @@ class LocalTransport(Transport):
     def reader(self) -> Sockets:
         return self.sockets
 
-    def process_group(self, members: tuple[int, ...]) -> Any:
-        return self.gloo.process_group(members)
+    def _next(self, members: tuple[int, ...]) -> int:
+        """The member after this rank, in a ring: each watches its connection with the next one."""
+        return members[(members.index(self.rank) + 1) % len(members)]
 
-    def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
-        return self.gloo.announcing(kind, members)
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        after = self._next(members)
+        return after if self.sockets.lost(after) else None
 
     def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
-        """An arena that all members have mapped. If one of them cannot map it, all get None."""
+        """An arena that all members have mapped. If one of them cannot map it, or is on another host, all get None."""
+        self.sockets.warm_up([self._next(members)])
+        if len({self.hosts[rank] for rank in members}) > 1:
+            return None
         size, index = arena.size(len(members)), members.index(self.rank)
         descriptor, memory, reason = -1, None, ""
         try:
@@ -81,7 +88,7 @@ class LocalTransport(Transport):
 
     def _meet(self, name: str, members: tuple[int, ...], row: list[int]) -> list[list[int]]:
         """Wait until all members have brought some numbers; those of each. An interrupt can come."""
-        store = dist.PrefixStore(f"{name} {members}", self.gloo.store)
+        store = dist.PrefixStore(f"{name} {members}", self.store)
         store.set(str(self.rank), " ".join(str(int(number)) for number in row))
         keys = list(map(str, members))
         while not store.check(keys):
@@ -108,41 +115,8 @@ class LocalTransport(Transport):
         if not known and sys.platform == "linux":
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
 
-    @property
-    def native(self) -> bool:
-        return self.gloo.native
-
     def close(self, under_way: bool) -> None:
         self.sockets.close()
         for descriptor in self.watched.values():
             os.close(descriptor)
         self.watched.clear()
-
-
-class Mixed(LocalTransport):
-    """The transport of ranks on several hosts: each pair and each group goes the shortest way that all of it has.
-
-    ranks        0 1 | 2 3             two hosts
-    messages     0 - 1                 a socket of this machine
-                 1 - 2                 a TCP socket
-    collectives  0,1                   shared memory
-                 1,2 and 0,1,2,3       gloo, as a whole
-
-    `hosts`: by rank, the name of its host.
-    """
-
-    def __init__(self, gloo: Gloo, sockets: Sockets, hosts: tuple[str, ...]) -> None:
-        super().__init__(gloo, sockets)
-        self.hosts, self.without = hosts, gloo.without
-
-    def _next(self, members: tuple[int, ...]) -> int:
-        """The member after this rank, in a ring: each watches its connection with the next one."""
-        return members[(members.index(self.rank) + 1) % len(members)]
-
-    def lost(self, members: tuple[int, ...]) -> int | None:
-        after = self._next(members)
-        return after if self.sockets.lost(after) else None
-
-    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
-        self.sockets.warm_up([self._next(members)])
-        return super().memory(kind, members) if len({self.hosts[rank] for rank in members}) == 1 else None
