@@ -40,81 +40,60 @@ _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with it
 
 def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None) -> Any:
     """Combine over all ranks, element by element."""
-    summing = _Summing(comm, "allreduce", x, op, algorithm=algorithm)
-    return summing.start(ALLREDUCE, lambda given: (given, given, ()), stays=True)
+    return _reduced(comm, "allreduce", x, op, algorithm=algorithm)
 
 
 def reduce(comm: Communicator, x: Any, root: int, op: Any) -> Any:
     """Combine over all ranks; the result is on rank `root`, None on the others (who forget the sum)."""
     _check_root(comm, "reduce", root)
-    summing = _Summing(comm, "reduce", x, op, f" to rank {root}")
-    found = summing.start(ALLREDUCE, lambda given: (given, given, ()))
+    found = _reduced(comm, "reduce", x, op, f" to rank {root}")
     return found if comm.rank == root else None
 
 
 def reduce_scatter(comm: Communicator, x: Any, op: Any) -> Any:
     """Combine over all ranks, each keeping its share of the rows."""
-    summing = _Summing(comm, "reduce_scatter", x, op)
-    whole = summing.given
-    if not whole.dim():
-        raise RankError(
-            f"reduce_scatter: a {summing.kind} has no rows to divide among {several(comm.size, 'rank')}; use a list"
-        )
-    rows = share(len(whole), comm.size)
-    row = whole.shape[1:].numel()
-
-    def arguments(given: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-        mine = torch.empty((rows[comm.rank], *given.shape[1:]), dtype=given.dtype)
-        return given, mine, (mine, [n * row for n in rows])
-
-    return summing.start(REDUCE_SCATTER, arguments)
+    return _reduced(comm, "reduce_scatter", x, op)
 
 
-class _Summing:
-    """A reduction under way."""
+def _reduced(comm: Communicator, call: str, x: Any, op: Any, rest: str = "", algorithm: str | None = None) -> Any:
+    """Combine over all ranks: the whole, or of a reduce_scatter this rank's share of the rows."""
+    name = values.operation(op, call)
+    kind, whole = values.to_tensor(x, name, call)
+    by = f" by {algorithm}" if algorithm is not None else ""
+    words = values.describe(call, kind, whole, f"for {name}{rest}{by}")
+    scatters, device = call == "reduce_scatter", whole.device
+    if scatters and not whole.dim():
+        raise RankError(f"{call}: a {kind} has no rows to divide among {several(comm.size, 'rank')}; use a list")
+    # The sum of a tensor on a GPU need not go through host memory.
+    carrier = comm.gpus if call == "allreduce" and whole.is_cuda and algorithm in (None, "backend") else None
+    given = _host(whole) if carrier is None and comm.size > 1 else whole
+    plain = "sum" if name == "avg" else name
+    result = given
+    if comm.size > 1:
+        algorithm = _chosen(comm, algorithm, given.nbytes)
+        played = algorithm in collectives.names("allreduce")
+        group = comm.group(transport=carrier)
+        shares = not played and comm.shares(group, algorithm)
+        # Python's numbers may be real on one rank alone: then they are on all.
+        row = [int(given.dtype == torch.float64)] if kind in ("number", "list") else []
 
-    def __init__(
-        self, comm: Communicator, call: str, x: Any, op: Any, rest: str = "", algorithm: str | None = None
-    ) -> None:
-        self.comm, self.algorithm = comm, algorithm
-        self.name = values.operation(op, call)
-        self.kind, self.given = values.to_tensor(x, self.name, call)
-        by = f" by {algorithm}" if algorithm is not None else ""
-        self.words = values.describe(call, self.kind, self.given, f"for {self.name}{rest}{by}")
+        def begin(reals: list[list[int]]) -> tuple[Any, ...] | None:
+            nonlocal result
+            result = summed = given.double() if [1] in reals else given
+            sizes: tuple[Any, ...] = ()
+            if scatters:
+                rows, size = share(len(given), comm.size), given.shape[1:].numel()
+                result = torch.empty((rows[comm.rank], *given.shape[1:]), dtype=summed.dtype)
+                sizes = result, [n * size for n in rows]
+            return (summed, *sizes, plain) if summed.numel() or shares else None
 
-    def start(
-        self,
-        way: Way,
-        arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
-        stays: bool = False,
-    ) -> Any:
-        """Do it. `arguments` makes of the given tensor the one that is reduced, the one that gets the result, and
-        further arguments for `way`. `stays`: a tensor on a GPU need not be copied to host memory for this."""
-        comm, device = self.comm, self.given.device
-        carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
-        given = _host(self.given) if carrier is None and comm.size > 1 else self.given
-        plain = "sum" if self.name == "avg" else self.name
-        result = given
-        if comm.size > 1:
-            algorithm = _chosen(comm, self.algorithm, given.nbytes)
-            played = algorithm in collectives.names("allreduce")
-            group = comm.group(transport=carrier)
-            shares = not played and comm.shares(group, algorithm)
-            # Python's numbers may be real on one rank alone: then they are on all.
-            row = [int(given.dtype == torch.float64)] if self.kind in ("number", "list") else []
-
-            def begin(reals: list[list[int]]) -> tuple[Any, ...] | None:
-                nonlocal result
-                x, result, rest = arguments(given.double() if [1] in reals else given)
-                return (x, *rest, plain) if x.numel() or shares else None
-
-            if played:
-                begin(group.meet(*self.words, row))
-                played_sum(comm, result, tuple(range(comm.size)), str(algorithm), plain).wait()
-            else:
-                _submit(comm, group, way, self.words, row, begin, shares)
-        mean = values.divide(result, comm.size) if self.name == "avg" else result
-        return values.from_tensor(self.kind, mean.to(device))
+        if played:
+            begin(group.meet(*words, row))
+            played_sum(comm, result, tuple(range(comm.size)), str(algorithm), plain).wait()
+        else:
+            _submit(comm, group, REDUCE_SCATTER if scatters else ALLREDUCE, words, row, begin, shares)
+    mean = values.divide(result, comm.size) if name == "avg" else result
+    return values.from_tensor(kind, mean.to(device))
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
