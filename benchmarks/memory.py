@@ -77,7 +77,6 @@ def _cost(name: str, batch: int, rounds: int) -> tuple[float, float]:
             else:
                 with tracker:
                     executor.run(batches.__getitem__)
-                tracker.take_series()
             if k:  # the first step warms up
                 times[tracked].append(time.process_time() - start)
             if tracker is not None:

@@ -58,7 +58,7 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
         tracker = Tracker(executor)
         with tracker:
             executor.run(lambda step: (x, y))
-        peaks[name] = tracker.take_series().peak().bytes
+        peaks[name] = tracker.passes[0].peak().bytes
         tracker.close()
         executor.close()
     return {name: (median(times[name]), peaks[name]) for name in plans}

@@ -3,7 +3,7 @@
     tracker = Tracker(executor, capacity=64 << 20)     takes in the layers and buffers that the executor holds
     with tracker:
         executor.run(...)
-    tracker.take_series()                              what happened in this pass
+    tracker.series_of_passes()                         what happened in the last passes
 
 The kind of a storage is known when the instruction that made it has ended:
 
@@ -23,9 +23,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,16 +48,18 @@ _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWAR
 
 
 class Tracker(Storages):
-    """Follows the storages of an executor; see the top of the module.
+    """Follows the storages of an executor; see the top of the module. It is entered for every pass.
 
     capacity   bytes that the device holds: the allocation that crosses it raises DeviceOutOfMemory. It counts what
                the tracker counts, and nothing of what the driver, the data set or a check keep on the host.
+    wanted     whether somebody asks for the series of passes
     """
 
-    def __init__(self, executor: Executor, capacity: int | None = None) -> None:
+    def __init__(self, executor: Executor, capacity: int | None = None, wanted: bool = True) -> None:
         super().__init__(executor.comm.device.type)
-        self.executor, self.capacity = executor, capacity
+        self.executor, self.capacity, self.wanted = executor, capacity, wanted
         self.highest = 0
+        self.passes: dict[int, Series] = {}  # the last ones, by number
         self.index, self.layer = -1, -1
         self.series = Series()
         self._fresh: list[FollowedStorage] = []  # made by the instruction that runs now
@@ -159,15 +160,30 @@ class Tracker(Storages):
         finally:
             self._taking = before  # (it may be entered within itself)
 
-    def take_series(self) -> Series:
-        """What happened since the last call, or the beginning; a pass through the program ends here."""
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is not None:
+            self.close()  # so that nothing of the rank outlives the error
+            return
         self._settle()
         self.index = self.layer = -1
-        series, self.series = self.series, Series()
         if self.device_type == "cuda":
-            series.device.update(allocator(self.executor.comm.device))
+            self.series.device.update(allocator(self.executor.comm.device))
+        number = max(self.passes, default=-1) + 1
+        self.passes[number], self.series = self.series, Series()
+        self.passes.pop(number - SERIES, None)
         self._begin()
-        return series
+
+    @property
+    def last(self) -> Series | None:
+        """The series of the last pass, if it is wanted."""
+        found = self.series_of_passes()
+        return found[max(found)] if found else None
+
+    def series_of_passes(self) -> dict[int, Series]:
+        """The series, by pass, if they are wanted. The `highest` of each is the most that any pass needed."""
+        found = self.passes if self.wanted else {}
+        return {k: replace(series, highest=self.highest) for k, series in found.items()}
 
     def _begin(self) -> None:
         before: dict[tuple[str, int], int] = {("data", -1): self._data} if self._data else {}
@@ -298,52 +314,14 @@ def allocator(device: torch.device) -> dict[str, int]:
 # for a whole run ------------------------------------------------------------------------------------------------------
 
 
-Watching = Callable[[Executor], "Followed"]
+Watching = Callable[[Executor], Tracker]
 
 
 def watching_of(series: bool, device: DeviceSpec | None) -> Watching | None:
     """What follows the memory of a rank's executor from now on: if its `series` are wanted, or if an emulated device
     limits it. `execute` sends it to its ranks; there it raises DeviceOutOfMemory if the layers do not fit."""
     capacity = None if device is None else device.memory
-    return partial(_followed, series, capacity) if series or capacity is not None else None
-
-
-def _followed(series: bool, capacity: int | None, executor: Executor) -> Followed:
-    return Followed(Tracker(executor, capacity), series)
-
-
-@dataclass
-class Followed:
-    """Entered for every pass of an executor through its program."""
-
-    tracker: Tracker
-    wanted: bool
-    passes: int = 0
-    series: dict[int, Series] = field(default_factory=dict)
-
-    def __enter__(self) -> None:
-        self.tracker.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.tracker.__exit__(kind, error, where)
-        if error is not None:
-            self.tracker.close()  # so that nothing of the rank outlives the error
-            return
-        self.series[self.passes] = self.tracker.take_series()
-        self.series.pop(self.passes - SERIES, None)
-        self.passes += 1
-
-    @property
-    def last(self) -> Series | None:
-        """The series of the last pass, if it is wanted."""
-        return None if not self.wanted else replace(self.series[self.passes - 1], highest=self.tracker.highest)
-
-    def series_of_passes(self) -> dict[int, Series]:
-        """The series, by pass, if they are wanted. The `highest` of each is the most that any pass needed."""
-        found = self.series if self.wanted else {}
-        return {k: replace(series, highest=self.tracker.highest) for k, series in found.items()}
+    return partial(Tracker, capacity=capacity, wanted=series) if series or capacity is not None else None
 
 
 # when the device is full ----------------------------------------------------------------------------------------------
