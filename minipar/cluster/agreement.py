@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from minipar.cluster.output import name_ranks
@@ -247,19 +246,6 @@ def _warn(claims: Sequence[Claim], devices: Sequence[str]) -> None:
             "on each host. With device='cuda' (MINIPAR_DEVICE=cuda) ranks share them",
             stacklevel=4,
         )
-    hosts = [claim.host for claim in claims]
-    if sum(a != b for a, b in pairwise(hosts)) >= len(set(hosts)):
-        warnings.warn(
-            f"ranks of one host are no neighbours (hosts of ranks 0, 1, ...: {_short(hosts)}), so that axes such as tp "
-            "go between hosts; srun --distribution=block and torchrun number them host by host",
-            stacklevel=4,
-        )
-
-
-def _short(hosts: Sequence[str]) -> str:
-    numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
-    shown = [str(numbers[host]) for host in hosts[:16]]
-    return " ".join(shown) + (" ..." if len(hosts) > 16 else "")
 
 
 def visible() -> tuple[str, ...]:

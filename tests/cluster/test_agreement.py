@@ -162,15 +162,6 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agreement.reachable(("127.0.0.1", 80)) == "127.0.0.1"
 
 
-@pytest.mark.parametrize(("hosts", "warns"), [("aabb", False), ("abab", True), ("abba", True), ("abc", False)])
-def test_ranks_of_a_host_that_are_no_neighbours(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, hosts: str, warns: bool
-) -> None:
-    monkeypatch.setenv("MINIPAR_HOST", ",".join(hosts))
-    all_of(len(hosts))
-    assert any("no neighbours" in str(one.message) for one in recwarn) is warns
-
-
 def test_without_torchrun_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
