@@ -42,7 +42,7 @@ from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
-from minipar.execution.memory.tracker import SERIES, Watching, watching_of
+from minipar.execution.memory.tracker import SERIES, Tracker, Watching, watching_of
 from minipar.execution.saving.contents import Outline, outline_of
 from minipar.execution.saving.folder import Header, new_token
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
@@ -621,7 +621,7 @@ class _Kept:
     outline: Outline
     numbers: list[int]
     header: Header
-    tracker: Any = None
+    tracker: Tracker | None = None
     updates: int = 0
     rows: dict[int, list[int]] = field(default_factory=dict)
     sizes: tuple[dict[Value, int], int] = field(default_factory=lambda: ({}, 0))
