@@ -450,6 +450,7 @@ def raise_unless_again(error: Exception, call: Callable[[], Any]) -> None:
 
 def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], bound: float, where: str = "") -> None:
     """Compare the loss of a batch with the weighted mean of its parts of these sizes."""
+    bound, what = (100 * bound, "its gradient times output") if _slope is getattr(given, "func", 0) else (bound, "it")
     whole, weight = _number(given(output, y)), counted(y, loss)
     if not math.isfinite(whole) or not weight:
         return
@@ -470,7 +471,6 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
         scale += abs(value * mine / weight)
     if math.isfinite(found) and abs(found - whole) <= bound * max(abs(whole), scale):
         return
-    what = "its gradient times its output" if isinstance(given, partial) and given.func is _slope else "it"
     kind = "" if abs(plain - whole) > bound * max(abs(whole), scale) else "; it seems to be a sum, and no mean"
     shown = " + ".join(map(str, sizes[:4])) + (" + ..." if len(sizes) > 4 else "")
     over = "what it counts" if says_count(loss) else "target elements" if counts_elements(y) else "rows"
@@ -519,14 +519,14 @@ def _between(output: Any, rows: int) -> Any:
 
 
 def _widened(loss: Any, output: Any, y: Any) -> tuple[Any, Any] | None:
-    """Output and y in float64, where rounding errors are small; None if the loss does not take float64."""
+    """Output and y in float64, where rounding errors are small; None if the loss does not take, or keep, float64."""
     wide = [map_tensors(value, lambda t: t.double() if t.is_floating_point() else t) for value in (output, y)]
     try:
-        _number(loss(*wide))
+        value = scalar(loss(*wide))
     except Exception as error:
         raise_unless_again(error, lambda: loss(*wide))
         return None
-    return wide[0], wide[1]
+    return (wide[0], wide[1]) if value.dtype is torch.float64 else None
 
 
 def _number(value: Any) -> float:

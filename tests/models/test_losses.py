@@ -78,7 +78,7 @@ REFUSED = [
     (padded, rows(16, classes=True), "weighted by target elements, give"),
     (contrastive, rows(16), "weighted by rows, give"),
     (summed, rows(16), "it seems to be a sum, and no mean"),
-    (balanced, rows(16), "its gradient times its output is .* weighted by rows, give"),
+    (balanced, rows(16), "its gradient times output is .* weighted by rows, give"),
 ]
 
 
@@ -126,6 +126,9 @@ def test_ordinary_losses_are_let_through():
     for loss in (F.mse_loss, F.l1_loss, nn.HuberLoss()):
         assert try_loss(loss, x, torch.randn(11, 6), 3) == (None, "")
     assert try_loss(nn.BCELoss(), x.sigmoid(), torch.rand(11, 6), 5) == (None, "")
+    for narrow in (torch.Tensor.float, lambda t: t.bfloat16().float()):  # (as language models compute theirs)
+        long, wanted = torch.randn(64, 50), torch.randint(50, (64,))
+        assert try_loss(lambda output, y, to=narrow: F.cross_entropy(to(output), y), long, wanted, 4) == (None, "")
     trained = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="reaches loss.weight, .* part of the last layer"):
         check_loss(trained)
