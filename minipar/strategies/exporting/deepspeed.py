@@ -17,7 +17,7 @@ from minipar.strategies.exporting.rules import (
     Given,
     Item,
     Rule,
-    only,
+    only_default,
     rounds,
     silent,
     translated,
@@ -27,8 +27,6 @@ VERSION = "deepspeed 0.19.8"
 
 
 def _pipeline(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     note = (
         f"The code has to make the pipeline: deepspeed.pipe.PipelineModule(layers, num_stages={given.value}, "
         "partition_method='uniform')."
@@ -37,8 +35,6 @@ def _pipeline(given: Given) -> Item:
 
 
 def _tensor(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     if given.plan.pp > 1:
         raise given.refuse("divides operators only without a pipeline", "tp=1, or pp=1")
     return Item(
@@ -48,8 +44,6 @@ def _tensor(given: Given) -> Item:
 
 
 def _context_parallel(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     if given.plan.pp > 1:
         raise given.refuse("divides sequences only without a pipeline", "context_parallel=1, or pp=1")
     heads = given.transformer.heads if given.transformer is not None else 0
@@ -64,8 +58,6 @@ def _context_parallel(given: Given) -> Item:
 
 
 def _experts(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     if given.plan.pp > 1:
         raise given.refuse("shares experts only without a pipeline", "ep=1, or pp=1")
     note = (
@@ -77,8 +69,6 @@ def _experts(given: Given) -> Item:
 
 def _bucket(given: Given) -> Item:
     plan = given.plan
-    if given.value is None:
-        return Item()
     if plan.zero == 0:
         raise given.refuse("has no such setting without ZeRO", "no bucket=, or zero=1")
     if isinstance(given.value, str | tuple):
@@ -99,15 +89,13 @@ def _overlap(given: Given) -> Item:
 
 
 def _compress(given: Given) -> Item:
-    if given.value not in ("none", "bf16", "fp16"):
+    if given.value not in ("bf16", "fp16"):
         raise given.refuse("sends whole gradients, in shorter numbers at most", "compress=bf16, compress=fp16")
-    return Item({} if given.value == "none" else {"communication_data_type": given.value})
+    return Item({"communication_data_type": given.value})
 
 
 def _checkpoint(given: Given) -> Item:
     value, pipeline = given.value, given.plan.pp > 1
-    if value == "none":
-        return Item()
     if isinstance(value, int) and pipeline:
         note = f"The code has to give PipelineModule activation_checkpoint_interval={value}."
         return Item({"pipeline": {"activation_checkpoint_interval": value}}, (note,))
@@ -118,8 +106,6 @@ def _checkpoint(given: Given) -> Item:
 
 
 def _zero(given: Given) -> Item:
-    if given.value == 0:
-        return Item()
     if given.value > 1 and given.plan.pp > 1:
         raise given.refuse("has only ZeRO-1 in a pipeline", "zero=1, or pp=1")
     return Item({"zero_optimization": {"stage": given.value}})
@@ -144,8 +130,6 @@ def _prefetch(given: Given) -> Item:
 
 def _offload(given: Given) -> Item:
     plan, wanted = given.plan, set(given.value)
-    if not wanted:
-        return Item()
     if "activations" in wanted:
         raise given.refuse("keeps activations on the device, but for inputs of recomputed layers", "checkpoint=1")
     if plan.zero == 0 or (plan.zero < 3 and "parameters" in wanted):
@@ -164,13 +148,13 @@ RULES: dict[str, Rule] = {
     "dp": silent,  # (what is left of the ranks)
     "pp": _pipeline,
     "tp": _tensor,
-    "sequence_parallel": only(False, "has the whole sequence between divided operators", "sequence_parallel=false"),
+    "sequence_parallel": only_default("has the whole sequence between divided operators", "sequence_parallel=false"),
     "context_parallel": _context_parallel,
     "ep": _experts,
-    "schedule": only("1f1b", "runs 1F1B", "schedule=1f1b"),
+    "schedule": only_default("runs 1F1B", "schedule=1f1b"),
     "microbatches": silent,  # (gradient_accumulation_steps, in a pipeline, too)
     "accumulate": rounds,
-    "split": only(None, "divides layers evenly, by parameters or by their type", "split=even"),
+    "split": only_default("divides layers evenly, by parameters or by their type", "split=even"),
     "bucket": _bucket,
     "overlap": _overlap,
     "compress": _compress,
@@ -179,16 +163,17 @@ RULES: dict[str, Rule] = {
     "reduce": EACH_MICROBATCH,
     "prefetch": _prefetch,
     "clip": lambda given: Item({"gradient_clipping": given.value or 0.0}),  # (its own default is 1)
-    "precision": lambda given: Item({"bf16": {"enabled": True}} if given.value == "bf16" else {}),
+    "precision": lambda given: Item({"bf16": {"enabled": True}}),
     "offload": _offload,
     "offload_to": silent,  # (see offload)
     "offload_folder": silent,
 }
+ALWAYS = ("overlap", "prefetch", "clip")
 
 
 def export(given: Given) -> Export:
     """The configuration. Errors: PlanError for what it cannot say."""
-    found = translated(given, RULES)
+    found = translated(given, RULES, ALWAYS)
     values: dict[str, Any] = {
         "train_batch_size": given.batch,
         "train_micro_batch_size_per_gpu": given.rows,

@@ -31,12 +31,10 @@ NUMBER = 4  # bytes: gradients are added up and sent in float32
 
 def _sequence_parallel(given: Given) -> Item:
     sequence_of_tp(given)
-    return Item({"--sequence-parallel": True} if given.value else {})
+    return Item({"--sequence-parallel": True})
 
 
 def _experts(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     if given.transformer is not None and not given.transformer.experts:
         raise given.refuse("is given a model without experts", "ep=1, or a mixture such as gpt-moe-tiny")
     note = f"Megatron-LM counts ranks of ep as replicas: its data-parallel size is {given.replicas}."
@@ -79,8 +77,6 @@ def _split(given: Given) -> Item:
 
 
 def _bucket(given: Given) -> Item:
-    if given.value is None:
-        return Item()
     if given.plan.zero >= 2:
         raise given.refuse("sends the gradients of sharded parameters by modules", "no bucket=")
     if given.plan.overlap == "none":
@@ -103,8 +99,6 @@ def _overlap(given: Given) -> Item:
 
 def _checkpoint(given: Given) -> Item:
     value = given.value
-    if value == "none":
-        return Item()
     if value == "selective":
         return Item({"--recompute-granularity": "selective"})
     if isinstance(value, int):
@@ -123,8 +117,6 @@ def _near(given: Given) -> int:
 
 
 def _zero(given: Given) -> Item:
-    if given.value == 0:
-        return Item()
     if given.value == 1:
         return Item({"--use-distributed-optimizer": True})
     sharded = "optim_grads" if given.value == 2 else "optim_grads_params"
@@ -148,15 +140,11 @@ def _prefetch(given: Given) -> Item:
 
 
 def _precision(given: Given) -> Item:
-    if given.value == "float32":
-        return Item()
     note = "With --bf16 gradients are added up in float32 there; --grad-reduce-in-bf16 sums them as minipar does."
     return Item({"--bf16": True}, (note,))
 
 
 def _offload(given: Given) -> Item:
-    if given.value == ():
-        return Item()
     if given.value != ("optimizer",):
         raise given.refuse("keeps parameters on the device, and activations of whole layers", "offload=optimizer")
     if given.plan.zero != 1:
@@ -188,12 +176,13 @@ RULES: dict[str, Rule] = {
     "offload": _offload,
     "offload_to": HOST_ONLY,
 }
+ALWAYS = ("split", "overlap", "prefetch", "clip")
 
 
 def export(given: Given) -> Export:
     """The flags. Errors: PlanError for what they cannot say."""
     plan = given.plan
-    found = translated(given, RULES)
+    found = translated(given, RULES, ALWAYS)
     settings: dict[str, Any] = {**_model(given), **found.settings}
     settings |= {"--micro-batch-size": given.rows, "--global-batch-size": given.batch}
     pairs = [[name] if value is True else [name, str(value)] for name, value in settings.items()]

@@ -1,7 +1,8 @@
 """How a key of a plan is said to another system: rules, which return settings of that system or refuse.
 
-A rule is a function of what is given, for one key. A system has a table of rules by key. A key without a rule must have
-its default. So a key that is new is refused by every system until somebody adds a rule.
+A rule is a function of what is given, for one key. A system has a table of rules by key. Of a key that has its default
+only those rules are asked that the system names. A key without a rule must have its default. So a key that is new is
+refused by every system until somebody adds a rule.
 
 What a plan says and a system cannot do is refused. What the plan leaves at its default, and only time or memory depend
 on, is the system's own choice then; a note says where it differs.
@@ -9,7 +10,7 @@ on, is the system's own choice then; a note says where it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +132,6 @@ NOTHING_LIKE_IT = {
 
 def absent(given: Given) -> Item:
     """The rule of a key that the system does not have: only the default is possible."""
-    if given.is_default:
-        return Item()
     default = {one.name: one.default for one in fields(given.plan)}[given.key]
     possible = f"no {given.key}=" if default is None else f"{given.key}={shown(default)}"
     raise given.refuse(NOTHING_LIKE_IT.get(given.key, "has nothing like it"), possible)
@@ -144,28 +143,26 @@ def silent(given: Given) -> Item:
 
 
 def setting(name: str) -> Rule:
-    """The rule of a key whose value the system takes under another name. A default is not written."""
-    return lambda given: Item() if given.is_default else Item({name: given.value})
+    """The rule of a key whose value the system takes under another name."""
+    return lambda given: Item({name: given.value})
 
 
-def only(value: object, why: str, possible: str) -> Rule:
-    """The rule of a key of which the system has one value, which it needs not be told."""
+def only_default(why: str, possible: str) -> Rule:
+    """The rule of a key of which the system has one value, the default, which it needs not be told."""
 
     def rule(given: Given) -> Item:
-        if given.value != value:
-            raise given.refuse(why, possible)
-        return Item()
+        raise given.refuse(why, possible)
 
     return rule
 
 
-HOST_ONLY = only("host", "has no other place than the host", "offload_to=host")
-EACH_MICROBATCH = only("microbatch", "sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
+HOST_ONLY = only_default("has no other place than the host", "offload_to=host")
+EACH_MICROBATCH = only_default("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
 
 
 def sequence_of_tp(given: Given) -> Item:
     """The rule of `sequence_parallel` for a system that says the rest with `tp`."""
-    if given.value and given.plan.tp == 1:
+    if given.plan.tp == 1:
         raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
     return Item()
 
@@ -173,20 +170,23 @@ def sequence_of_tp(given: Given) -> Item:
 def rounds(given: Given) -> Item:
     """The rule of `accumulate` for a system that drains its pipeline once a step."""
     plan = given.plan
-    if given.value > 1 and plan.pp > 1:
+    if plan.pp > 1:
         raise given.refuse("drains its pipeline once a step", f"accumulate=1 microbatches={plan.total_microbatches}")
     return Item()
 
 
-def translated(given: Given, rules: Mapping[str, Rule]) -> Item:
-    """The settings of all keys, in their order. Errors: PlanError for the first that is refused; its details have the
-    others."""
+def translated(given: Given, rules: Mapping[str, Rule], always: Collection[str]) -> Item:
+    """The settings of all keys, in their order. The rules of keys in `always` are asked of a default, too. Errors:
+    PlanError for the first that is refused; its details have the others."""
     settings: dict[str, Any] = {}
     notes: list[str] = []
     refused: list[str] = []
     for one in fields(given.plan):
+        asked = replace(given, key=one.name)
+        if asked.is_default and one.name not in always:
+            continue
         try:
-            found = rules.get(one.name, absent)(replace(given, key=one.name))
+            found = rules.get(one.name, absent)(asked)
         except PlanError as error:
             refused.append(error.reason)
             continue

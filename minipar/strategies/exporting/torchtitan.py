@@ -41,37 +41,22 @@ def _replicas(given: Given) -> Item:
     return _parallel(data_parallel_replicate_degree=plan.dp, data_parallel_shard_degree=1)
 
 
-def _pipeline(given: Given) -> Item:
-    return _parallel(pipeline_parallel_degree=given.value) if given.value > 1 else Item()
-
-
 def _tensor(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
     if not given.plan.sequence_parallel:
         raise given.refuse("divides the sequence between divided operators", f"tp={given.value} sequence_parallel=true")
     return _parallel(tensor_parallel_degree=given.value)
 
 
-def _shares(given: Given, what: str) -> str:
-    """The note of ranks over which FSDP shards, too. Errors: PlanError where there is no FSDP."""
-    if given.plan.zero < 2:
-        raise given.refuse(f"shards all parameters over {what}, too", "zero=2 or zero=3 with it")
-    return f"Parameters are sharded over {what}, too, not only over replicas."
+def _shares(name: str, what: str) -> Rule:
+    """The rule of ranks that share sequences or experts, over which FSDP shards, too."""
 
+    def rule(given: Given) -> Item:
+        if given.plan.zero < 2:
+            raise given.refuse(f"shards all parameters over {what}, too", "zero=2 or zero=3 with it")
+        note = f"Parameters are sharded over {what}, too, not only over replicas."
+        return Item({"parallelism": {name: given.value}}, (note,))
 
-def _context_parallel(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
-    note = _shares(given, "ranks that share sequences")
-    return Item({"parallelism": {"context_parallel_degree": given.value}}, (note,))
-
-
-def _experts(given: Given) -> Item:
-    if given.value == 1:
-        return Item()
-    note = _shares(given, "ranks that share experts")
-    return Item({"parallelism": {"expert_parallel_degree": given.value}}, (note,))
+    return rule
 
 
 def _schedule(given: Given) -> Item:
@@ -153,10 +138,8 @@ def _checkpoint(given: Given) -> Item:
 def _zero(given: Given) -> Item:
     if given.value == 1:
         raise given.refuse("shards gradients together with the optimizer's state", "zero=2")
-    if given.value == 2:
-        note = "FSDP shards parameters from the end of a backward to the next forward, which gathers them once."
-        return Item({}, (note,))
-    return Item()
+    note = "FSDP shards parameters from the end of a backward to the next forward, which gathers them once."
+    return Item({}, (note,) if given.value == 2 else ())
 
 
 def _reduce(given: Given) -> Item:
@@ -172,7 +155,7 @@ def _reduce(given: Given) -> Item:
 
 
 def _prefetch(given: Given) -> Item:
-    if not given.is_default and given.plan.zero == 3:
+    if given.plan.zero == 3:
         raise given.refuse("gathers the parameters of one block ahead", "prefetch=1")
     return Item()
 
@@ -187,8 +170,6 @@ def _precision(given: Given) -> Item:
 
 
 def _offload(given: Given) -> Item:
-    if given.value == ():
-        return Item()
     if set(given.value) != {"optimizer", "parameters"} or given.plan.zero < 3:
         raise given.refuse("offloads what FSDP shards, all of it", "offload=optimizer,parameters with zero=3")
     return Item({"training": {"enable_cpu_offload": True}})
@@ -196,11 +177,11 @@ def _offload(given: Given) -> Item:
 
 RULES: dict[str, Rule] = {
     "dp": _replicas,
-    "pp": _pipeline,
+    "pp": lambda given: _parallel(pipeline_parallel_degree=given.value),
     "tp": _tensor,
     "sequence_parallel": sequence_of_tp,
-    "context_parallel": _context_parallel,
-    "ep": _experts,
+    "context_parallel": _shares("context_parallel_degree", "ranks that share sequences"),
+    "ep": _shares("expert_parallel_degree", "ranks that share experts"),
     "schedule": _schedule,
     "microbatches": silent,  # (local_batch_size)
     "accumulate": silent,  # (global_batch_size)
@@ -217,12 +198,13 @@ RULES: dict[str, Rule] = {
     "offload": _offload,
     "offload_to": HOST_ONLY,
 }
+ALWAYS = ("dp", "schedule", "split", "group", "checkpoint", "reduce", "precision", "clip")
 
 
 def export(given: Given) -> Export:
     """The configuration. Errors: PlanError for what it cannot say."""
     plan = given.plan
-    found = translated(given, RULES)
+    found = translated(given, RULES, ALWAYS)
     local = given.rows * (plan.microbatches if plan.pp > 1 else 1)  # (without a pipeline it takes one after another)
     training: dict[str, Any] = {"local_batch_size": local, "global_batch_size": given.batch}
     if given.transformer is not None:
