@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minipar.errors import PlanError
-from minipar.program import PRECISIONS
 from minipar.strategies.layout import looped
 from minipar.strategies.schedules.registry import find
 from minipar.strategies.segments import text
@@ -96,84 +95,76 @@ def shown(value: object) -> str:
 
 # choices --------------------------------------------------------------------------------------------------------------
 
-REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
-STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
-ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
-SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
-CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
-PLACE = KeyValues("place", "place", lambda plan: plan.place is not None, "no place=")
-MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
+
+def _several(key: str) -> KeyValues:
+    """2 or more of what a key counts."""
+    return KeyValues(key, f"{key} of 2 or more", lambda plan: bool(getattr(plan, key) > 1), f"{key}=1")
+
+
+def _given(key: str) -> KeyValues:
+    """Any value of a key that a plan can do without."""
+    return KeyValues(key, key, lambda plan: getattr(plan, key) is not None, f"no {key}=")
+
+
+def _other(key: str, default: object) -> KeyValues:
+    """Any value of a key but its default."""
+    return KeyValues(key, key, lambda plan: bool(getattr(plan, key) != default), f"{key}={shown(default)}")
+
+
+def _one_of(key: str, *values: object, instead: str) -> KeyValues:
+    """Some values of a key, whatever numbers they have behind a colon; of a key that is a list, each of them in it."""
+    words = set(map(str, values))
+
+    def chosen(plan: Plan) -> bool:
+        value = getattr(plan, key)
+        found = value if isinstance(value, tuple) else (value,)
+        return not words.isdisjoint(str(one).partition(":")[0] for one in found)
+
+    return KeyValues(key, f"{key}={', '.join(map(str, values))}", chosen, instead)
+
+
+REPLICAS, STAGES, ROUNDS, IN_STEP = map(_several, ("dp", "pp", "accumulate", "batch_copies"))
+OPERATORS, CONTEXT, EXPERTS = SHARERS = tuple(map(_several, ("tp", "context_parallel", "ep")))
+SPLIT, CHUNKS, PLACE, MESSAGES = map(_given, ("split", "chunks", "place", "bucket"))
 WHOLES = KeyValues(
     "bucket", "bucket=flat, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
     "bucket=none or a size",
 )  # fmt: skip
-BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
-SUMS_AFTER_BACKWARD = KeyValues(
-    "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
-)  # fmt: skip
-PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
-COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
-SHORTER = KeyValues(
-    "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
-)
-LEAVING_OUT = KeyValues(
-    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=none"
-)
-LARGEST = KeyValues(
-    "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
-)
-LOW_RANK = KeyValues(
-    "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
-)
-ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
-ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
-ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
-INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
-CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
-BF16 = KeyValues("precision", "precision=bf16", lambda plan: bool(PRECISIONS[plan.precision]), "precision=float32")
-OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_STATES = KeyValues(
-    "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),
-    "offload=activations",
-)  # fmt: skip
-OFFLOADED_PARAMETERS = KeyValues(
-    "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
-)
-HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+BEST_SIZE = _one_of("bucket", "auto", instead="bucket=none or a size")
+SUMS_AFTER_BACKWARD = _one_of("overlap", "none", "priority", instead="overlap=backward")
+PRIORITY = _one_of("overlap", "priority", instead="overlap=backward")
+LOCAL, COMPRESSED = _other("local_steps", 0), _other("compress", "none")
+SHORTER = _one_of("compress", "bf16", "fp16", instead="compress=topk:0.01, powersgd:1")
+LEAVING_OUT = _one_of("compress", "topk", "powersgd", instead="compress=none")
+LARGEST = _one_of("compress", "topk", instead="compress=bf16, powersgd:1")
+LOW_RANK = _one_of("compress", "powersgd", instead="compress=topk:0.01")
+ZERO = _one_of("zero", 1, 2, 3, instead="zero=0")
+ZERO_ABOVE_1 = _one_of("zero", 2, 3, instead="zero=1")
+ZERO_BELOW_3 = _one_of("zero", 1, 2, instead="zero=0 or zero=3")
+INFERENCE, CLIP = _other("inference", False), _other("clip", None)
+BF16 = _one_of("precision", "bf16", instead="precision=float32")
+OFFLOAD, HOST_LAYERS = _other("offload", ()), _other("host_layers", ())
+OFFLOADED_STATES = _one_of("offload", "optimizer", "parameters", instead="offload=activations")
+OFFLOADED_PARAMETERS = _one_of("offload", "parameters", instead="offload=optimizer")
 SLICED = KeyValues("slices", "slices", lambda plan: plan.slice_count > 1, "no slices=")
-OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
-CONTEXT = KeyValues(
-    "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
-)
-EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
-SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
-ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
+SERVERS = _one_of("sync", "ps", instead="sync=allreduce")
+ALGORITHM = _other("algorithm", "default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
 )
 DYNAMIC = KeyValues(
-    "schedule",
-    "schedule that decides as it runs",
-    lambda plan: plan.deciding,
+    "schedule", "schedule that decides as it runs", lambda plan: plan.deciding,
     "a schedule with an order such as pipedream",
-)
+)  # fmt: skip
 UNSUMMED = KeyValues(
-    "schedule",
-    "schedule without flushes, of one replica",
-    lambda plan: plan.asynchronous and plan.dp == 1,
+    "schedule", "schedule without flushes, of one replica", lambda plan: plan.asynchronous and plan.dp == 1,
     "dp=2 with a schedule such as pipedream",
-)
-
-
-IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
+)  # fmt: skip
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
     "a schedule of one copy such as 1f1b", after_compile=True,
 )  # fmt: skip
-
-
 PLACING = KeyValues(
     "schedule", "schedule that places stages", lambda plan: find(plan.schedule).placement is not looped,
     "naive, gpipe, 1f1b, looped-bfs, zb-h1",
@@ -187,150 +178,82 @@ AROUND = KeyValues(
 # the table ------------------------------------------------------------------------------------------------------------
 
 _PLACES = "each says which rank has which layers"
-_AT_ONCE = "a layer is updated as soon as its gradient is there"
 _BY_ITSELF = "every replica trains by itself"
 _NO_SUMS = "one replica sums no gradients"
-_DECIDES_LOCALLY = (
-    "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
-    "decision, which it exists to avoid"
-)
-_REPLICAS_DECIDE_LOCALLY = (
-    "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
-    "would wait for each other"
-)
+_DECIDES = "each rank decides by what has come to it"
+_ALIKE = "ranks that share a layer must decide alike: by a message at each decision, which it exists to avoid"
 _WHOLE = "parameter servers serve replicas of one rank, which compute a whole model from what they pull"
-_NOT_ON_SERVERS = (
-    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, HOST_LAYERS, SLICED
-)  # fmt: skip
 
-EXCLUSIONS = (
-    Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
-    Exclusion(PLACE, CHUNKS, _PLACES, fundamental=True),
-    Exclusion(PLACE, PLACING, _PLACES, fundamental=True),
-    Exclusion(
-        PLACE,
-        AROUND,
-        "its groups go around the ranks in turns; ranks whose stages lie in another order would wait for each other",
-        fundamental=True,
-    ),
-    Exclusion(
-        PLACE,
-        ASYNCHRONOUS,
-        "a rank is ahead by as many micro-batches as stages of a row are behind it; ranks with layers anywhere take "
-        "them one after the other",
-        fundamental=True,
-    ),
-    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
-    Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
-    Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
-    Exclusion(LOCAL, ZERO, f"{_BY_ITSELF}, with whole states", fundamental=True),
-    Exclusion(LOCAL, PRIORITY, f"{_BY_ITSELF}, and sends no gradients to others", fundamental=True),
-    Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
-    Exclusion(
-        SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
-    ),
-    Exclusion(
-        SERVERS,
-        LOCAL,
-        "updates are made of gradients, and workers that train alone could push differences of parameters only",
-        fundamental=True,
-    ),
-    Exclusion(REPLICAS, DYNAMIC, _REPLICAS_DECIDE_LOCALLY, fundamental=True),
-    Exclusion(
-        ROUNDS,
-        ASYNCHRONOUS,
-        "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
-        fundamental=True,
-    ),
-    Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
-    Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
-    Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(SUMS_AFTER_BACKWARD, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
-    Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
-    Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
-    *(Exclusion(SERVERS, other, _WHOLE, fundamental=False) for other in _NOT_ON_SERVERS),
-    *(
-        Exclusion(shared, other, why, fundamental)
-        for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in (
-            (DYNAMIC, _DECIDES_LOCALLY, True),
-            (ASYNCHRONOUS, "versions of parameters are those of whole layers", False),
-            (LOCAL, "ranks that share layers take their steps together", False),
-        )
-    ),
-    *(
-        Exclusion(shared, other, why)
+_FUNDAMENTAL = {
+    (PLACE, SPLIT): _PLACES,
+    (PLACE, CHUNKS): _PLACES,
+    (PLACE, PLACING): _PLACES,
+    (PLACE, AROUND): "its groups go around the ranks in turns; ranks whose stages lie in another order would wait for "
+    "each other",
+    (PLACE, ASYNCHRONOUS): "a rank is ahead by as many micro-batches as stages of a row are behind it; ranks with "
+    "layers anywhere take them one after the other",
+    (OFFLOADED_PARAMETERS, ZERO_BELOW_3): "it keeps whole parameters on the device",
+    (PRIORITY, CLIP): "a layer is updated as soon as its gradient is there, and the norm needs all gradients",
+    (PRIORITY, WHOLES): "gradients go in pieces of `bucket` MiB, or whole",
+    (COMPRESSED, LOCAL): "replicas send each other no gradients that could be made smaller",
+    (SHORTER, BF16): "gradients have 16 bits already",
+    (LOCAL, ZERO): f"{_BY_ITSELF}, with whole states",
+    (LOCAL, PRIORITY): f"{_BY_ITSELF}, and sends no gradients to others",
+    (SERVERS, ZERO): "the servers hold the optimizer's state, and share it out",
+    (SERVERS, INFERENCE): "nothing is updated",
+    (SERVERS, LOW_RANK): "all ranks sum its factors together, and go on with what they have summed",
+    (SERVERS, LOCAL): "updates are made of gradients, and workers that train alone could push differences of "
+    "parameters only",
+    (REPLICAS, DYNAMIC): f"{_DECIDES}, so the updates of replicas have other micro-batches, and their sums would wait "
+    "for each other",
+    (ROUNDS, ASYNCHRONOUS): "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
+    (CLIP, ASYNCHRONOUS): "the norm of all gradients is known only after a flush",
+    (INFERENCE, ASYNCHRONOUS): "nothing is updated",
+    (PRIORITY, ASYNCHRONOUS): "forwards use a version that is there, and wait for no sum",
+    **{(sums, UNSUMMED): _NO_SUMS for sums in (COMPRESSED, SUMS_AFTER_BACKWARD, MESSAGES, ALGORITHM)},
+    (ALGORITHM, LARGEST): "the largest numbers of all ranks are gathered, and not summed",
+    (ALGORITHM, LOCAL): "replicas do not sum their gradients",
+    (ALGORITHM, SERVERS): "servers sum the gradients",
+    **{(shared, DYNAMIC): f"{_DECIDES}, and {_ALIKE}" for shared in SHARERS},
+    (ZERO_ABOVE_1, COPIES): "the copies of a stage work at different times, and would wait for each other's slices",
+}
+_NOT_BUILT = {
+    **{(SERVERS, other): _WHOLE for other in (STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS)},
+    **{(SERVERS, other): _WHOLE for other in (PRIORITY, OFFLOAD, HOST_LAYERS, SLICED)},
+    **{(shared, ASYNCHRONOUS): "versions of parameters are those of whole layers" for shared in SHARERS},
+    **{(shared, LOCAL): "ranks that share layers take their steps together" for shared in SHARERS},
+    **{
+        (shared, LEAVING_OUT): "what is left out of a gradient is kept by ranks that have all of it"
         for shared in (CONTEXT, EXPERTS)
-        for other, why in (
-            (LEAVING_OUT, "what is left out of a gradient is kept by ranks that have all of it"),
-            (HOST_LAYERS, "layers on the host are whole"),
-        )
-    ),
-    *(
-        Exclusion(one, ASYNCHRONOUS, why)
-        for one, why in (
-            (ZERO, "every rank keeps whole versions of its parameters"),
-            (OFFLOAD, "versions of parameters, and what uses them, stay on the device"),
-            (HOST_LAYERS, "versions of parameters are on the device"),
-            (LOCAL, "replicas sum the gradients of every update"),
-            (LEAVING_OUT, "sums carry all of a gradient"),
-        )
-    ),
-    *(
-        Exclusion(PRIORITY, other, why)
-        for other, why in (
-            (ZERO, "it orders sums of whole gradients"),
-            (BEST_SIZE, "its size is found for sums that end with the step"),
-            (COMPRESSED, "pieces of gradients are sent as they are"),
-            (ALGORITHM, "ranks play an algorithm's program themselves, and compute nothing meanwhile"),
-        )
-    ),
-    *(
-        Exclusion(other, ZERO, why)
-        for other, why in (
-            (COMPRESSED, "slices of gradients are summed as they are"),
-            (ALGORITHM, "slices are summed and gathered by the default algorithm"),
-        )
-    ),
-    Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
-    *(
-        Exclusion(LOCAL, other, why)
-        for other, why in (
-            (OFFLOADED_STATES, "parameters are averaged on the device"),
-            (COPIES, "the copies of a stage are updated together, in every step"),
-            (CLIP, "the norm is of the gradients of all replicas"),
-        )
-    ),
-    *(
-        Exclusion(HOST_LAYERS, other, why)
-        for other, why in (
-            (ZERO, "layers on the host keep whole states there"),
-            (OFFLOADED_STATES, "their states are on the host already"),
-            (OFFLOADED_PARAMETERS, "their parameters are on the host already"),
-            (REPLICAS, "gradients are summed on the device"),
-            (STAGES, "what stages send each other is on the device"),
-        )
-    ),
-    *(
-        Exclusion(IN_STEP, other, why)
-        for other, why in (
-            (STAGES, "micro-batches go in step on ranks that wait for no other stage"),
-            (ZERO, "slices of gradients are summed micro-batch by micro-batch"),
-        )
-    ),
-    Exclusion(
-        ZERO_ABOVE_1,
-        COPIES,
-        "the copies of a stage work at different times, and would wait for each other's slices",
-        fundamental=True,
-    ),
+    },
+    **{(shared, HOST_LAYERS): "layers on the host are whole" for shared in (CONTEXT, EXPERTS)},
+    (ZERO, ASYNCHRONOUS): "every rank keeps whole versions of its parameters",
+    (OFFLOAD, ASYNCHRONOUS): "versions of parameters, and what uses them, stay on the device",
+    (HOST_LAYERS, ASYNCHRONOUS): "versions of parameters are on the device",
+    (LOCAL, ASYNCHRONOUS): "replicas sum the gradients of every update",
+    (LEAVING_OUT, ASYNCHRONOUS): "sums carry all of a gradient",
+    (PRIORITY, ZERO): "it orders sums of whole gradients",
+    (PRIORITY, BEST_SIZE): "its size is found for sums that end with the step",
+    (PRIORITY, COMPRESSED): "pieces of gradients are sent as they are",
+    (PRIORITY, ALGORITHM): "ranks play an algorithm's program themselves, and compute nothing meanwhile",
+    (COMPRESSED, ZERO): "slices of gradients are summed as they are",
+    (ALGORITHM, ZERO): "slices are summed and gathered by the default algorithm",
+    (LEAVING_OUT, BF16): "its messages are of numbers in the model's own type",
+    (LOCAL, OFFLOADED_STATES): "parameters are averaged on the device",
+    (LOCAL, COPIES): "the copies of a stage are updated together, in every step",
+    (LOCAL, CLIP): "the norm is of the gradients of all replicas",
+    (HOST_LAYERS, ZERO): "layers on the host keep whole states there",
+    (HOST_LAYERS, OFFLOADED_STATES): "their states are on the host already",
+    (HOST_LAYERS, OFFLOADED_PARAMETERS): "their parameters are on the host already",
+    (HOST_LAYERS, REPLICAS): "gradients are summed on the device",
+    (HOST_LAYERS, STAGES): "what stages send each other is on the device",
+    (IN_STEP, STAGES): "micro-batches go in step on ranks that wait for no other stage",
+    (IN_STEP, ZERO): "slices of gradients are summed micro-batch by micro-batch",
+}
+EXCLUSIONS = tuple(
+    Exclusion(one, other, why, fundamental)
+    for pairs, fundamental in ((_FUNDAMENTAL, True), (_NOT_BUILT, False))
+    for (one, other), why in pairs.items()
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")
