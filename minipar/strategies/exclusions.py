@@ -117,8 +117,9 @@ def _one_of(key: str, *values: object, instead: str) -> KeyValues:
 
     def chosen(plan: Plan) -> bool:
         value = getattr(plan, key)
-        found = value if isinstance(value, tuple) else (value,)
-        return not words.isdisjoint(str(one).partition(":")[0] for one in found)
+        if isinstance(value, tuple):
+            return not words.isdisjoint(map(str, value))
+        return str(value).partition(":")[0] in words
 
     return KeyValues(key, f"{key}={', '.join(map(str, values))}", chosen, instead)
 
@@ -288,8 +289,8 @@ def check(plan: Plan, compiled: bool = False) -> None:
             "checkpoint=operators: is estimated and exported, but does not run here; possible are selective or 1"
         )
     for row in EXCLUSIONS:
-        both = row.one, row.other
-        if any(choice.after_compile for choice in both) is compiled and all(choice.chosen(plan) for choice in both):
+        late = row.one.after_compile or row.other.after_compile
+        if late is compiled and row.one.chosen(plan) and row.other.chosen(plan):
             raise Excluded(plan, row)
 
 

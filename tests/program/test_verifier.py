@@ -228,7 +228,7 @@ def test_a_layer_run_in_the_place_of_another():
     reads = (saved(0, 0), grad_output(0, 0), param(0))
     extra = backward._replace(layers=(0,), reads=reads, writes=(), frees=())
     assert refused(program.with_rank(0, [forward, extra, step])) == (
-        "micro-batch 0 is missing: no rank of replica 0 runs the backward of layer 1 on it (step 0)"
+        "rank 0 instruction 1 `B 0 mb0` works on a layer, micro-batch or step that is not there"
     )
 
 

@@ -151,7 +151,7 @@ def test_gradients_are_sent_as_early_as_without_checkpoints():
         ),
         (
             lambda row: [i._replace(microbatch=7, writes=()) if i.op is Op.RECOMPUTE else i for i in row],
-            "works on a micro-batch or step that is not there",
+            "works on a layer, micro-batch or step that is not there",
         ),
         (lambda row: [k for i in row for k in [i] * (1 + (i.op is Op.RECOMPUTE))], "is written twice"),
     ],

@@ -1,7 +1,7 @@
 """How the verifier checks a program with parameter servers: can it run, and does it keep its contract?
 
-  1. each worker   In every step it runs each micro-batch forward and backward exactly once, after it has pulled its
-                   parameters and before it pushes its gradients, which are then complete.
+  1. each worker   In every step it runs each micro-batch forward and backward exactly once (verifier.py), after it has
+                   pulled its parameters and before it pushes its gradients, which are then complete.
   2. each link     A server accepts the pushes of a worker in order. A worker pulls what the server replies.
   3. all of them   Walking the lists ends. All parameters of a worker's step have one version. An update takes, on all
                    servers, the gradients of the same workers, each once, and none of parameters that are older than
@@ -15,7 +15,7 @@ the first question is checked.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from minipar.errors import PlanError, ProgramError
 from minipar.program import (
@@ -32,7 +32,7 @@ from minipar.program import (
     served,
     served_state,
 )  # fmt: skip
-from minipar.program.diagnostics import at, refuse, wrong
+from minipar.program.diagnostics import wrong
 from minipar.program.rule import Place
 from minipar.program.server_rule import Mode
 from minipar.program.verify import fields
@@ -70,9 +70,14 @@ def _check_serving(program: Program) -> None:
         raise ProgramError(f"serving: {error}") from None
 
 
+def steps_of(program: Program, rank: int) -> Sequence[int]:
+    """The steps for which a worker pulls parameters."""
+    return sorted({ins.step for ins in program.ranks[rank] if ins.op is Op.PULL})
+
+
 def _check_steps(program: Program, rank: int, every: bool) -> None:
     """A worker pulls parameters for its steps; if `every`, for all of them."""
-    steps = {ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}
+    steps = set(steps_of(program, rank))
     if lost := set(range(program.steps)) - steps if every else ():
         raise ProgramError(f"rank {rank} leaves step {min(lost)} out: it pulls no parameters for it")
     if more := steps - set(range(program.steps)):
@@ -82,9 +87,9 @@ def _check_steps(program: Program, rank: int, every: bool) -> None:
 
 
 def _check_worker(program: Program, rank: int) -> None:
-    """A worker runs every layer on every micro-batch, nothing twice, and pushes what is complete."""
+    """A worker takes one step after the other, and pushes every gradient once, when it is complete."""
     everything = set(range(program.microbatches))
-    done: dict[tuple[str, int, int], set[int]] = defaultdict(set)  # (what, layer, step) -> its micro-batches
+    done: dict[tuple[int, int], set[int]] = defaultdict(set)  # (layer, step) -> micro-batches that have had a backward
     sent: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, step) -> servers that have the gradient
     present = 0
     for index, ins in enumerate(program.ranks[rank]):
@@ -92,29 +97,17 @@ def _check_worker(program: Program, rank: int) -> None:
             what = f" is of step {ins.step}, and step {present} has begun; possible is one"
             raise wrong(program, rank, index, f"{what} step after the other")
         present = ins.step
-        what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
-        for layer in ins.layers if what else ():
-            if ins.microbatch not in everything:
-                words = f": there is no micro-batch {ins.microbatch}; possible are 0 to {program.microbatches - 1}"
-                raise wrong(program, rank, index, words)
-            if ins.microbatch in done[what, layer, ins.step]:
-                reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
-                raise refuse(program, rank, index, reason)
-            done[what, layer, ins.step].add(ins.microbatch)
+        for layer in ins.layers if ins.op in _GRADIENTS else ():
+            done[layer, ins.step].add(ins.microbatch)
         for g in ins.layers if ins.op is Op.PUSH else ():
             if ins.peer in sent[g, ins.step]:
                 raise wrong(program, rank, index, f" pushes grad({g}) of step {ins.step} again")
             sent[g, ins.step].add(ins.peer)
             for layer in program.groups[g].layers:
-                if lost := everything - done["backward", layer, ins.step]:
+                if lost := everything - done[layer, ins.step]:
                     what = f" pushes before the gradient is complete: grad({g}) lacks"
                     raise wrong(program, rank, index, f"{what} micro-batch {min(lost)} (layer {layer})")
-    for step in sorted({ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}):
-        for layer in range(program.layers):
-            for what in ("forward", "backward") if layer >= program.first_trainable else ("forward",):
-                if lost := everything - done[what, layer, step]:
-                    reason = f"micro-batch {min(lost)} is missing: rank {rank} does not run the {what} of layer {layer}"
-                    raise ProgramError(f"{reason} on it (step {step})")
+    for step in steps_of(program, rank):
         for g, group in enumerate(program.groups):
             if group.trainable and not sent[g, step]:
                 raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from itertools import product
+from typing import NamedTuple, Protocol
 
 from minipar.errors import ProgramError
 from minipar.program import (
@@ -131,8 +132,10 @@ def _verify(program: Program, ranks: Collection[int]) -> None:
         mesh = Mesh(program.mesh)
         workers = [rank for rank in ranks if rank < mesh.size]
         pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in workers}
-        for pipeline in sorted(pipelines) if program.serving is None else ():
-            _check_microbatches(program, pipeline)
+        for pipeline in sorted(pipelines):
+            served = program.serving is not None
+            steps = service.steps_of(program, pipeline[0]) if served else range(program.steps)
+            _check_microbatches(program, pipeline, steps)
     turns = order(program, ranks)
     left = {rank: _check_rank(program, rank) for rank in ranks}
     stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
@@ -182,7 +185,7 @@ class _State:
 
 
 def _check_instructions(program: Program, ranks: Collection[int]) -> None:
-    known: dict[tuple[Op, tuple[int, ...]], tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]] = {}
+    known: dict[tuple[Op, tuple[int, ...]], _Names] = {}
     carried = slices.KINDS if program.slice_count > 1 else ()  # (slices.py checks these)
     for rank in ranks:
         instructions = program.ranks[rank]
@@ -223,19 +226,22 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             if (op, layers) not in known:
                 _check_layers(program, rank, index)
                 known[op, layers] = _needs(program, op, layers)
-            needed, built = known[op, layers]
+            names = known[op, layers]
             if op is Op.STEP or op in COLLECTIVES:
-                needed, built = _check_state_work(program, rank, index, needed, built, own)
+                names = _check_state_work(program, rank, index, names, own)
             elif op is Op.RECOMPUTE:
                 again = True
             if stream == "host" or op is Op.NORM:
                 reads, writes = _on_host(program, rank, index)
-            missing = needed.difference([value[:2] for value in reads])
+            missing = names.needed.difference([value[:2] for value in reads])
             if missing:
                 kind, k = min(missing)
                 raise wrong(program, rank, index, f" needs {kind}({k}), but does not read it")
+            if names.changed and (lacking := names.changed.difference([value[:2] for value in writes])):
+                kind, k = min(lacking)
+                raise wrong(program, rank, index, f" changes {kind}({k}), but does not write it")
             for value in writes:
-                if value[:2] not in built and value[0] not in carried:
+                if value[:2] not in names.built and value[0] not in carried:
                     raise wrong(program, rank, index, f" cannot make {value}")
             if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
@@ -371,16 +377,8 @@ def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
         raise wrong(program, rank, index, f" lets {source} go when it is copied; possible is frees with {source}")
 
 
-def _check_state_work(
-    program: Program,
-    rank: int,
-    index: int,
-    needed: frozenset[tuple[str, int]],
-    built: frozenset[tuple[str, int]],
-    own: _State,
-) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """An instruction on parameter groups names all that it changes. Returns what it must read, and what it can
-    write."""
+def _check_state_work(program: Program, rank: int, index: int, names: _Names, own: _State) -> _Names:
+    """Check what only instructions on parameter groups have. Returns the values that this one must name."""
     ins = program.ranks[rank][index]
     op, groups = ins.op, ins.layers
     if type(ins.microbatch) is not int or type(ins.step) is not int:
@@ -388,7 +386,7 @@ def _check_state_work(
     if ins.stream == "host" and op is not Op.STEP:
         raise _not_on_host(program, rank, index)
     if op is Op.ALL_REDUCE:
-        return _check_sum(program, rank, index, built, own)
+        return _check_sum(program, rank, index, own)
     if op is Op.STEP:
         frozen = [g for g in groups if not program.groups[g].trainable]
         if frozen:
@@ -407,12 +405,7 @@ def _check_state_work(
     if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
         reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
         raise wrong(program, rank, index, f": {reason}")
-    written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
-    lacking = built - written - ({("norm", 0)} if op is Op.STEP else set())
-    if lacking:
-        kind, k = min(lacking)
-        raise wrong(program, rank, index, f" changes {kind}({k}), but does not write it")
-    return needed, built
+    return names
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
@@ -429,9 +422,7 @@ def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
             raise refuse(program, rank, index, f"{reason}; possible is a group of these")
 
 
-def _check_sum(
-    program: Program, rank: int, index: int, built: frozenset[tuple[str, int]], own: _State
-) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
+def _check_sum(program: Program, rank: int, index: int, own: _State) -> _Names:
     """An ALL_REDUCE reads and writes only the gradients of its groups, or the parameters of replicas that train alone.
     The groups of a buffer are the same in every step."""
     ins = program.ranks[rank][index]
@@ -439,29 +430,22 @@ def _check_sum(
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
+    rest: frozenset[tuple[str, int]] = frozenset()
     if first == "param":
         if not program.local_steps:
             raise wrong(program, rank, index, " sums parameters; possible with contract Local")
         if others := set(ins.reads) ^ set(ins.writes):
             raise wrong(program, rank, index, f" averages what it reads, but reads or writes {min(others)} only")
-        rest: frozenset[tuple[str, int]] = frozenset()
     elif first == "grad":
         rest = frozenset(("residual", g) for g in ins.layers)
     else:
         raise wrong(program, rank, index, " sums gradients, but reads none")
-    read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
     if piece is not None:
         _check_piece(program, rank, index, piece)
-    nothing = piece is not None and not written  # (the last piece writes for all)
-    for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
-        if wanted - found:
-            kind, k = min(wanted - found)
-            raise wrong(program, rank, index, f" needs to {does} {kind}({k})")
-        if found - summed - rest:
-            kind, k = min(found - summed - rest)
-            raise wrong(program, rank, index, f" cannot {does} {kind}({k})")
+    if more := {value[:2] for value in ins.reads} - summed - rest:
+        kind, k = min(more)
+        raise wrong(program, rank, index, f" cannot read {kind}({k})")
     if ins.frees:
         raise wrong(program, rank, index, f" frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
@@ -470,7 +454,9 @@ def _check_sum(
             groups = ",".join(map(str, other))
             what = f": grad({g}) lies in the buffer of groups {groups}"
             raise wrong(program, rank, index, f"{what}; possible are the same groups in every step")
-    return summed, built | summed
+    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
+    last = piece is None or bool(ins.writes)  # (the last piece writes for all)
+    return _Names(needed, summed | rest, needed if last else frozenset())
 
 
 def _check_piece(program: Program, rank: int, index: int, piece: tuple[int, int]) -> None:
@@ -496,20 +482,27 @@ def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...]
     return tuple(map(plain, ins.reads)), tuple(map(plain, ins.writes))
 
 
-def _needs(
-    program: Program, op: Op, layers: tuple[int, ...]
-) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """(kind, index) of the values that an instruction must read, and of those that it can write."""
+class _Names(NamedTuple):
+    """(kind, index) of the values that an instruction must read, of those that it can write, and of those that it must
+    write."""
+
+    needed: frozenset[tuple[str, int]]
+    built: frozenset[tuple[str, int]]
+    changed: frozenset[tuple[str, int]] = frozenset()
+
+
+def _needs(program: Program, op: Op, layers: tuple[int, ...]) -> _Names:
+    """The values that an instruction on these layers or parameter groups must name."""
     if op is Op.STEP or op in COLLECTIVES:
         return _needs_of_state(program, op, layers)
     params = {("param", g) for layer in layers for g in program.groups_of_layer[layer]}
     if op is Op.FORWARD or op is Op.RECOMPUTE:
         reads = params | {("output", a) for a in program.wiring.inputs[min(layers)]}
-        return frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved"))
+        return _Names(frozenset(reads), frozenset((kind, layer) for layer in layers for kind in ("output", "saved")))
     left = {("saved_weight", layer) for layer in layers}
     grads = {("grad", g) for _, g in params if program.groups[g].trainable}
     if op is Op.BACKWARD_WEIGHT:
-        return frozenset(params | left), frozenset(grads)
+        return _Names(frozenset(params | left), frozenset(grads))
     last, first = max(layers), program.first_trainable
     kept = {("saved", layer) for layer in layers} | {
         ("output", a) for layer in layers for a in program.wiring.inputs[layer]
@@ -522,78 +515,76 @@ def _needs(
         for e, source in zip(wires.into[layer], wires.inputs[layer], strict=True)
         if source >= first
     }
-    return frozenset(params | kept | given), frozenset(built | (grads if op is Op.BACKWARD else left))
+    return _Names(frozenset(params | kept | given), frozenset(built | (grads if op is Op.BACKWARD else left)))
 
 
-def _needs_of_state(
-    program: Program, op: Op, groups: tuple[int, ...]
-) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
-    """As `_needs`, for an instruction that works on parameter groups, whole or sharded."""
-    sharded = [g in program.sharded for g in groups]
-    whole = {("grad", g) for g in groups}
-    grads = {("grad_shard" if part else "grad", g) for g, part in zip(groups, sharded, strict=True)}
-    params = {("param_shard" if g in program.scattered else "param", g) for g in groups}
+def _needs_of_state(program: Program, op: Op, groups: tuple[int, ...]) -> _Names:
+    """As `_needs`, for an instruction that works on parameter groups, whole or sharded, and changes all that it
+    names. (What an ALL_REDUCE names, its first value says.)"""
+
+    def named(*kinds: str) -> frozenset[tuple[str, int]]:
+        """These values of all groups, or slices of what is sharded."""
+        cut = {"grad": program.sharded, "optimizer_state": program.sharded, "param": program.scattered}
+        shard = {"grad": "grad_shard", "optimizer_state": "optimizer_shard", "param": "param_shard"}
+        return frozenset((shard[kind] if g in cut[kind] else kind, g) for kind in kinds for g in groups)
+
+    length = frozenset({norm()[:2]})
     if op is Op.STEP:
-        kinds = ("optimizer_shard" if part else "optimizer_state" for part in sharded)
-        state = params | set(zip(kinds, groups, strict=True))
-        length = {norm()[:2]} if program.clip is not None else set()
-        return frozenset(state | grads | length), frozenset(state)
-    if op is Op.ALL_GATHER:
-        return frozenset(params), frozenset(("param", g) for g in groups)
-    if op is Op.REDUCE_SCATTER:
-        return frozenset(whole), frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
-    if op is Op.NORM:
-        return frozenset(grads), frozenset({norm()[:2]})
-    return frozenset(whole), frozenset(whole | {("residual", g) for g in groups})
+        needed, built = named("param", "optimizer_state", "grad"), named("param", "optimizer_state")
+        needed = needed | length if program.clip is not None else needed
+    elif op is Op.ALL_GATHER:
+        needed, built = named("param"), frozenset(("param", g) for g in groups)
+    elif op is Op.NORM:
+        needed, built = named("grad"), length
+    else:
+        needed = frozenset(("grad", g) for g in groups)
+        built = frozenset((kind, g) for g in groups for kind in ("grad_shard", "buffer"))
+    return _Names(needed, built, built)
 
 
 # 2. each replica ----------------------------------------------------------------------------------------------------
 
-_HALVES = {
+_HALVES: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("forward",),
     Op.BACKWARD: ("input gradient", "weight gradient"),
     Op.BACKWARD_INPUT: ("input gradient",),
     Op.BACKWARD_WEIGHT: ("weight gradient",),
+    Op.RECOMPUTE: (),
 }
 
 
-def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
+def _check_microbatches(program: Program, ranks: Sequence[int], steps: Collection[int]) -> None:
+    """Together these ranks run every layer on every micro-batch of these steps, forward and backward, exactly once."""
+    back = range(program.first_trainable, program.layers)
+    wanted = {"forward": range(program.layers), "input gradient": back, "weight gradient": back}
+    microbatches = range(program.microbatches)
     seen: dict[tuple[str, int, int, int], tuple[int, int]] = {}
     for rank in ranks:
         for index, ins in enumerate(program.ranks[rank]):
-            if ins.op is Op.RECOMPUTE and not (
-                0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
-            ):
-                raise wrong(program, rank, index, " works on a micro-batch or step that is not there")
-            for half in _HALVES.get(ins.op, ()):
+            halves, i, step = _HALVES.get(ins.op), ins.microbatch, ins.step
+            if halves is None:
+                continue
+            right = i in microbatches and step in steps
+            for half in halves:
                 for layer in ins.layers:
-                    key = (half, layer, ins.microbatch, ins.step)
+                    right = right and layer in wanted[half]
+                    key = (half, step, i, layer)
                     if key in seen:
                         where = at(program, *seen[key])
-                        reason = f"micro-batch {ins.microbatch} is doubled: the {half} of layer {layer} runs in"
+                        reason = f"micro-batch {i} is doubled: the {half} of layer {layer} runs in"
                         raise refuse(program, rank, index, f"{reason} {where} and in {at(program, rank, index)}")
                     seen[key] = (rank, index)
-    back = range(program.first_trainable, program.layers)
-    need = program.steps * program.microbatches * (program.layers + 2 * len(back))
-    wanted = {"forward": range(program.layers), "input gradient": back, "weight gradient": back}
-    microbatches, steps = range(program.microbatches), range(program.steps)
-    if len(seen) == need and all(
-        layer in wanted[half] and i in microbatches and step in steps for half, layer, i, step in seen
-    ):
+            if not right:
+                raise wrong(program, rank, index, " works on a layer, micro-batch or step that is not there")
+    if len(seen) == len(steps) * program.microbatches * (program.layers + 2 * len(back)):
         return
-    for half, layers in wanted.items():
-        for step in range(program.steps):
-            for i in range(program.microbatches):
-                for layer in layers:
-                    if (half, layer, i, step) not in seen:
-                        name = "forward" if half == "forward" else "backward"
-                        reason = f"micro-batch {i} is missing: no rank of replica {program.replica(ranks[0])} runs the"
-                        raise ProgramError(f"{reason} {name} of layer {layer} on it (step {step})")
-    rank, index = next(
-        place for (half, layer, i, step), place in seen.items()
-        if not (layer in wanted[half] and i in microbatches and step in steps)
+    half, step, i, layer = next(
+        key for half, layers in wanted.items() for key in product((half,), steps, microbatches, layers)
+        if key not in seen
     )  # fmt: skip
-    raise wrong(program, rank, index, " works on a layer, micro-batch or step that is not there")
+    name = "forward" if half == "forward" else "backward"
+    reason = f"micro-batch {i} is missing: no rank of replica {program.replica(ranks[0])} runs the {name} of layer"
+    raise ProgramError(f"{reason} {layer} on it (step {step})")
 
 
 # 3. each link and group ---------------------------------------------------------------------------------------------
