@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
-from minipar.program.forms import Forms, needed
+from minipar.program.forms import Forms, form_of
 from minipar.program.instructions import (
     BACKWARDS,
     COLLECTIVES,
@@ -311,14 +311,7 @@ class Program:
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""
-        if not self.forms:
-            return ""
-        if value.kind == "output":
-            inside = value.index in layers if written else value.index + 1 not in layers
-            return self.forms[value.index].writes if inside else needed(self.forms[value.index + 1].reads)
-        if written:
-            return self.forms[value.index + 1].grad_writes
-        return needed(self.forms[value.index].grad_reads)
+        return form_of(self.forms, value, layers, written=written) if self.forms else ""
 
     def title(self, layer: int) -> str:
         """What a message calls a layer: its number, and its name where that is known."""

@@ -44,6 +44,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from minipar.program.instructions import Op
+from minipar.program.values import Value
 
 WHOLE, PARTIAL, MOST, COUNTS = "R", "P", "M", "N"
 
@@ -154,6 +155,15 @@ def needed(form: str) -> str:
         return form
     every = ([WHOLE if part[0] == "C" else part for part in letter.split("/")] for letter in letters(form))
     return text_of(tuple(map(letter_of, every)))
+
+
+def form_of(forms: Sequence[Forms], value: Value, layers: Sequence[int], *, written: bool) -> str:
+    """The form in which an instruction on these layers reads or writes an output, or the gradient of one; `forms` are
+    those of all layers."""
+    if value.kind == "output":
+        inside = value.index in layers if written else value.index + 1 not in layers
+        return forms[value.index].writes if inside else needed(forms[value.index + 1].reads)
+    return forms[value.index + 1].grad_writes if written else needed(forms[value.index].grad_reads)
 
 
 def collective_of(before: str, after: str) -> Op | None:

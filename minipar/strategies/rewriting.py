@@ -5,7 +5,7 @@ A row is the list of instructions of one rank. A place is an instruction's numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 
@@ -21,7 +21,7 @@ from minipar.program import (
     host,
     tier,
 )
-from minipar.strategies.buckets import Bucket, shared
+from minipar.strategies.buckets import Bucket, shared, split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 
@@ -133,6 +133,23 @@ def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
 
     draft = draft.each(keep).each_update(keep)
     return draft.each_state(lambda rank, held: held | kept[rank])
+
+
+def in_buckets(
+    last: Mapping[int, int], sharing: Mapping[int, tuple[int, ...]], layout: Layout, bucket: Bucket, end: int | None
+) -> list[tuple[int, list[int]]]:
+    """Gradients in buckets, each of the same ranks, in the order in which backward completes them; each bucket with the
+    place after which it is summed.
+
+    last   for each of the gradients, the place where it is complete; `sharing`: the ranks that sum it
+    end    the place after which all are summed; None: each where it is complete
+    """
+    ready = sorted(last, key=lambda g: (last[g], -g))
+    found = []
+    for ranks in dict.fromkeys(sharing[g] for g in ready):
+        for groups in split_buckets([g for g in ready if sharing[g] == ranks], layout.shape.groups, bucket):
+            found.append((max(last[g] for g in groups) if end is None else end, groups))
+    return found
 
 
 # changes --------------------------------------------------------------------------------------------------------------

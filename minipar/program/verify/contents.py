@@ -456,10 +456,12 @@ class Contents:
         """The first contribution in a mask, in words."""
         bit = (mask & -mask).bit_length() - 1
         bit, part = divmod(bit, self.parts[group])
-        slot, rest = divmod(bit, self.program.replicas * self.program.microbatches)
-        replica, i = divmod(rest, self.program.microbatches)
+        slot, rest = divmod(bit, self.program.replicas * self.own)
+        replica, place = divmod(rest, self.own)
+        step, i = divmod(place, self.program.microbatches)
         layer = self.program.title(self.program.groups[group].layers[slot])
-        whose = f" of replica {replica}" if self.program.replicas > 1 else ""
+        whose = f" of step {step}" if self.own > self.program.microbatches else ""
+        whose += f" of replica {replica}" if self.program.replicas > 1 else ""
         which = f"part {part} of " if self.parts[group] > 1 else ""
         return f"{which}micro-batch {i}{whose} (layer {layer})"
 

@@ -226,13 +226,6 @@ class StaleContents(Contents):
             if version_of(value) >= 0:
                 self.alive[rank][value.index].discard(value)
 
-    def name(self, group: int, mask: int) -> str:
-        """The first contribution in a mask, in words."""
-        program = self.program
-        slot, rest = divmod((mask & -mask).bit_length() - 1, program.replicas * program.microbatches * program.steps)
-        step, i = divmod(rest % (program.microbatches * program.steps), program.microbatches)
-        return f"micro-batch {i} of step {step} (layer {program.title(program.groups[group].layers[slot])})"
-
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:
     """The values that are live at the end. The newest version of parameters gets the name of the version that the

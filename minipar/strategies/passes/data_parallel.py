@@ -45,7 +45,7 @@ from minipar.program import Instruction, Op
 from minipar.strategies.buckets import Bucket, sizes, split_buckets
 from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import all_reduce, by_update, insert, keep_gradients, last_writes, summed
+from minipar.strategies.rewriting import all_reduce, by_update, in_buckets, insert, keep_gradients, last_writes, summed
 
 Sharing = Mapping[int, tuple[int, ...]]  # parameter group -> the ranks whose gradients are added up
 
@@ -84,30 +84,26 @@ def _with_sums(
     end = len(row) - 1
     # (the user's own schedule may forget a backward; the verifier reports that, not this pass)
     last = dict.fromkeys(sharing, end) | last_writes(row, "grad")
-    ready = sorted(sharing, key=lambda g: (last[g], -g))  # in the order in which backward completes them
     own = {layout.rank(r, rank) for r in range(layout.dp)}
-    within = [g for g in ready if own.issuperset(sharing[g])]
-    messages = [
-        (groups, max(last[g] for g in groups) if overlap else end)
-        for groups in split_buckets(within, layout.shape.groups, bucket)
-    ]
-    if len(within) < len(sharing):
-        across = [g for g in sharing if g not in within]
+    across = [g for g in sharing if not own.issuperset(sharing[g])]
+    within = {g: last[g] for g in sharing if g not in across}
+    messages = in_buckets(within, sharing, layout, bucket, None if overlap else end)
+    if across:
         copied = [g for g in across if overlap and layout.copied(g)]
         messages += _copies(copied, layout, sharing, last, bucket)
         # The stages complete their tied sets in different orders. So these are summed at the end, in an order that is
         # the same on all stages.
         tied = sorted((sharing[g], g) for g in across if g not in copied)
-        messages += [([g for _, g in found], end) for _, found in groupby(tied, key=itemgetter(0))]
+        messages += [(end, [g for _, g in found]) for _, found in groupby(tied, key=itemgetter(0))]
     return insert(
-        row, after=[(k, all_reduce(groups, layout, sharing[groups[0]], step, bucket)) for groups, k in messages]
+        row, after=[(k, all_reduce(groups, layout, sharing[groups[0]], step, bucket)) for k, groups in messages]
     )
 
 
 def _copies(
     groups: Sequence[int], layout: Layout, sharing: Sharing, last: Mapping[int, int], bucket: Bucket
-) -> Iterator[tuple[list[int], int]]:
-    """Buckets of gradients of copied stages, each with the place of the instruction after which it is summed.
+) -> Iterator[tuple[int, list[int]]]:
+    """As `in_buckets`, of gradients of copied stages.
 
     A bucket has gradients of one stage. On all ranks that share them, late stages come first, even if a rank completes
     an earlier stage first.
@@ -118,7 +114,7 @@ def _copies(
         for _, stage in groupby(stages, key=layout.stage_of):
             for members in split_buckets(list(stage), layout.shape.groups, bucket):
                 place = max(place, *(last[g] for g in members))
-                yield members, place
+                yield place, members
 
 
 # bucket=auto ----------------------------------------------------------------------------------------------------------

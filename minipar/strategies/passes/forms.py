@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minipar.errors import PlanError
 from minipar.program import MOVED, Instruction, Op, Value, grad
-from minipar.program.forms import Forms, changed_axis, in_words, needed, steps
-from minipar.strategies.buckets import Bucket, split_buckets
+from minipar.program.forms import Forms, changed_axis, form_of, in_words, steps
+from minipar.strategies.buckets import Bucket
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes
+from minipar.strategies.rewriting import all_reduce, in_buckets, insert, keep_gradients, last_writes
 
 
 def change_forms(draft: Draft) -> Draft:
@@ -44,13 +44,7 @@ def _with_collectives(
 
     def named(value: Value, layers: Sequence[int], written: bool) -> Value:
         """The value in the form in which an instruction on these layers has it."""
-        if value.kind == "output":
-            own = value.index in layers
-            form = forms[value.index].writes if own else needed(forms[value.index + 1].reads)
-        elif value.kind == "grad_output":
-            form = forms[value.index + 1].grad_writes if written else needed(forms[value.index].grad_reads)
-        else:
-            return value
+        form = form_of(forms, value, layers, written=written) if value.kind in MOVED else ""
         return value._replace(form=form) if form else value
 
     result: list[Instruction] = []
@@ -61,15 +55,10 @@ def _with_collectives(
         )
         result.append(ins._replace(reads=reads, writes=writes, frees=frees))
         for plain, value in zip(ins.writes, writes, strict=True):
-            if value.kind not in MOVED or plain in ins.frees:
-                continue
-            if value.kind == "output":
-                if value.index == last:
-                    continue  # only the layer's own backward reads it
-                wanted = needed(forms[value.index + 1].reads)
-            else:
-                wanted = needed(forms[value.index].grad_reads)
-            result += repartition(value, wanted, ranks)
+            inner = value.kind == "output" and value.index == last  # (only the layer's own backward reads it)
+            if value.kind in MOVED and plain not in ins.frees and not inner:
+                wanted = form_of(forms, value, (value.index + 1,), written=False)
+                result += repartition(value, wanted, ranks)
     return result
 
 
@@ -125,17 +114,13 @@ def _partial(form: str, layout: Layout) -> tuple[str, ...]:
 def _in_buckets(
     row: Sequence[Instruction], chosen: frozenset[int], draft: Draft, ranks: Mapping[int, tuple[int, ...]]
 ) -> list[Instruction]:
-    """A row with sums of buckets. `ranks`: of each group, those that make parts of its gradient; a bucket has groups of
-    the same ranks."""
+    """A row with sums of buckets. `ranks`: of each group, those that make parts of its gradient."""
     last = {g: k for g, k in last_writes(row, "grad").items() if g in chosen}
-    sums: list[tuple[int, Instruction]] = []
-    ready = sorted(last, key=lambda g: (last[g], -g))  # in the order in which backward completes them
-    for own in dict.fromkeys(ranks[g] for g in ready):
-        alike = [g for g in ready if ranks[g] == own]
-        for groups in split_buckets(alike, draft.layout.shape.groups, draft.bucket):
-            place = len(row) - 1 if draft.plan.sums_at_the_end else max(last[g] for g in groups)
-            sums.append((place, _sum(groups, draft.layout, own, draft.step, draft.bucket)))
-    return insert(row, after=sums)
+    end = len(row) - 1 if draft.plan.sums_at_the_end else None
+    found = in_buckets(last, ranks, draft.layout, draft.bucket, end)
+    return insert(
+        row, after=[(k, _sum(own, draft.layout, ranks[own[0]], draft.step, draft.bucket)) for k, own in found]
+    )
 
 
 def _one_by_one(
