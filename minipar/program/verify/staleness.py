@@ -65,9 +65,13 @@ def stalest(row: Sequence[Instruction]) -> int:
 
 def alive(row: Sequence[Instruction]) -> int:
     """The largest number of versions of its parameters that a rank holds; 1 in a synchronous program."""
+    return max([1, *(count for _, _, count in _versions_held(row))])
+
+
+def _versions_held(row: Iterable[Instruction]) -> Iterator[tuple[int, int, int]]:
+    """For each update of parameters: its place, the group, and how many versions of that the rank then holds."""
     there: dict[int, set[Value]] = {}
-    most = 1
-    for ins in row:
+    for index, ins in enumerate(row):
         for value in (*ins.reads, *ins.writes):
             if version_of(value) >= 0:
                 there.setdefault(value.index, set()).add(value)
@@ -75,8 +79,7 @@ def alive(row: Sequence[Instruction]) -> int:
             if version_of(value) >= 0:
                 there[value.index].discard(value)
         if ins.op is not Op.FORWARD and ins.op not in BACKWARDS:
-            most = max([most, *(len(there[value.index]) for value in ins.writes if version_of(value) >= 0)])
-    return most
+            yield from ((index, v.index, len(there[v.index])) for v in ins.writes if version_of(v) >= 0)
 
 
 def delay(program: Program, rank: int) -> int:
@@ -90,7 +93,6 @@ class StaleContents(Contents):
     """The contents of values in a program whose contract is `Staleness`.
 
     used     for each rank: (group, step, micro-batch) -> the version that its forward used
-    alive    for each rank: group -> its versions
 
     What is known of parameters is how many updates the newest version there has had.
     """
@@ -99,11 +101,7 @@ class StaleContents(Contents):
         super().__init__(program)
         assert isinstance(program.contract, Staleness)
         self.contract = program.contract
-        ranks = range(len(program.ranks))
-        self.used: list[dict[tuple[int, int, int], int]] = [{} for _ in ranks]  # group, step, micro-batch -> version
-        self.alive: list[dict[int, set[Value]]] = [{} for _ in ranks]
-        for rank, held in enumerate(program.state):
-            self.alive[rank] = {v.index: {v} for v in held if version_of(v) >= 0}
+        self.used: list[dict[tuple[int, int, int], int]] = [{} for _ in program.ranks]
         self.trained = [group.trainable for group in program.groups]
 
     def _microbatches(self) -> int:
@@ -132,7 +130,6 @@ class StaleContents(Contents):
             if lost := expected - {value.index for value in ins.writes if value.kind == "grad"}:
                 raise self._refuse(rank, index, f" makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
-        self._free(rank, ins.frees)
 
     def _copy(self, rank: int, index: int, ins: Instruction) -> None:
         raise self._refuse(rank, index, " copies to or from another tier; without flushes all stays on the device")
@@ -155,19 +152,15 @@ class StaleContents(Contents):
             self._check_update(rank, index, g, newest, known.get(gradient, 0))
             known[gradient] = 0
             known[whole] = newest + 1
-        self._make(rank, index, ins)
 
-    def _make(self, rank: int, index: int, ins: Instruction) -> None:
-        """Versions are made and freed; the program has promised how many of them there are at most."""
-        alive, most = self.alive[rank], self.contract.versions
-        for value in ins.writes:
-            if version_of(value) >= 0:
-                alive.setdefault(value.index, set()).add(value)
-        self._free(rank, ins.frees)
-        for value in ins.writes:
-            if version_of(value) >= 0 and most is not None and (found := len(alive[value.index])) > most:
-                what = f" leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
+    def _check_end(self, rank: int) -> None:
+        """As that of all contents; and a rank has held as many versions as the program promises, at most."""
+        most = self.contract.versions
+        for index, g, found in _versions_held(self.program.ranks[rank]) if most is not None else ():
+            if found > most:
+                what = f" leaves {several(found, 'version')} of param({g}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
+        super()._check_end(rank)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int, contributions: int) -> None:
         """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
@@ -220,11 +213,6 @@ class StaleContents(Contents):
             found.add(divmod((mask & -mask).bit_length() - 1, self.program.microbatches))
             mask &= mask - 1
         return found
-
-    def _free(self, rank: int, values: tuple[Value, ...]) -> None:
-        for value in values:
-            if version_of(value) >= 0:
-                self.alive[rank][value.index].discard(value)
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:
