@@ -77,7 +77,7 @@ from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
 from minipar.program.verify.verifier import verify
-from minipar.strategies.keys import at_least_1
+from minipar.strategies.keys import whole_number
 from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.versions import as_it_happened
 from minipar.strategies.plan import Plan
@@ -146,7 +146,7 @@ class Job:
                 f"data={type(self.data).__name__}: must have batch(step, size) -> (x, y), or be a pair (x, y), a torch "
                 "Dataset or DataLoader, or an iterable of batches"
             )
-        object.__setattr__(self, "batch", at_least_1("batch", self.batch))
+        object.__setattr__(self, "batch", whole_number("batch", self.batch))
 
     def build(self) -> nn.Module:
         """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
@@ -388,7 +388,7 @@ def execute(
         verify(program)
     cluster = given_or_here(cluster)
     check_size(cluster, len(program.ranks), f"program {program.name!r}")
-    passes = at_least_1("passes", passes)
+    passes = whole_number("passes", passes)
     with (
         nullcontext(cluster) if cluster is not None else Cluster(len(program.ranks)) as ranks,
         under_way(program, job, ranks, passes, report, watch, costs, memory, storing, rest, callback) as running,

@@ -6,7 +6,6 @@ dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the t
 from __future__ import annotations
 
 import math
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -266,17 +265,6 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
         "as 4x, or the layers that end one such as 7,3",
     )
     return int(size) if size == int(size) else size
-
-
-def at_least_1(name: str, value: int) -> int:
-    """`value` as an int. Errors: PlanError if it is no whole number of at least 1."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
-    return number
 
 
 # domains --------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import count_rows, layers_of, map_tensors, mark_undivided, take_rows, tensors, undivided
 from minipar.program import Program
 from minipar.program.shape import Shape
-from minipar.strategies.keys import at_least_1
+from minipar.strategies.keys import whole_number
 from minipar.strategies.plan import Plan
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (output, y) -> (sum, count)
@@ -137,8 +137,8 @@ class _Listed:
 
 def _batches(data: Any, size: int, batches: int | None, pairing: loading.Pairing) -> tuple[Any, int, int]:
     """A data set, rows of a batch, and how many batches of it there are."""
-    size = at_least_1("batch", size)
-    count = None if batches is None else at_least_1("batches", batches)
+    size = whole_number("batch", size)
+    count = None if batches is None else whole_number("batches", batches)
     data = loading.indexed(data, 0, size, pairing)
     if isinstance(data, loading.Rows):  # each row once, in the order of the data
         data = replace(data, shuffle=False, last="smaller")

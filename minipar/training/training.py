@@ -48,7 +48,7 @@ from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.program_costs import as_emulated, microbatch_rows
 from minipar.program import PRECISIONS, Program
 from minipar.program.shape import Shape
-from minipar.strategies.keys import at_least_1
+from minipar.strategies.keys import whole_number
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
@@ -360,8 +360,8 @@ def _steps(
         raise PlanError(
             f"stepping: plan {plan} has no steps that begin and end one after another; possible is train(callback=...)"
         )
-    steps = at_least_1("steps", steps)
-    every = 0 if save_every is None else at_least_1("save_every", save_every)
+    steps = whole_number("steps", steps)
+    every = 0 if save_every is None else whole_number("save_every", save_every)
     _check_options(plan, every, save is not None, memory, callback is not None)
     cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")

@@ -254,7 +254,10 @@ def test_an_update_has_the_gradients_of_all_replicas_once():
     lacking = "grad(0) lacks micro-batch 0 of step 0 of replica 1; ALL_REDUCE of grad(0) over replicas is missing"
     assert lacking in changed(lambda row, k: row.pop(k))
     twice = changed(lambda row, k: row.insert(k, row[k]))
-    assert "counts micro-batch 0 of step 0 (layer 0) twice: grad(0) was summed over these ranks before" in twice
+    assert (
+        "counts micro-batch 0 of step 0 of replica 0 (layer 0) twice: grad(0) was summed over these ranks before"
+        in twice
+    )
 
 
 def test_replicas_sum_while_the_backward_goes_on():

@@ -156,8 +156,8 @@ class StaleContents(Contents):
     def _check_end(self, rank: int) -> None:
         """As that of all contents; and a rank has held as many versions as the program promises, at most."""
         most = self.contract.versions
-        for index, g, found in _versions_held(self.program.ranks[rank]) if most is not None else ():
-            if found > most:
+        for index, g, found in _versions_held(self.program.ranks[rank]):
+            if most is not None and found > most:
                 what = f" leaves {several(found, 'version')} of param({g}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
         super()._check_end(rank)
