@@ -14,13 +14,12 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from minipar.cluster import agreement, launch, worker
@@ -47,8 +46,7 @@ from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.process import Served, Server
 from minipar.server.pushing import Servers
 from minipar.server.saving import Part, Saving
-from minipar.server.shard import Line, Settings, Shard, form_of, pieces_of
-from minipar.server.steps import Step, losses_of
+from minipar.server.shard import Line, Settings, Shard, clip, form_of, pieces_of, squares
 from minipar.server.working import Worker
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
@@ -99,6 +97,21 @@ class Task:
     keep_gradients: bool
     slow: list[Delays] | None
     watching: Watching | None
+
+
+class Step(NamedTuple):
+    """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
+    by parameter name (if kept). Also when each instruction ran, and what happened to the worker's memory, if that was
+    followed."""
+
+    worker: int
+    step: int
+    loss: float
+    rows: float
+    of: float
+    gradients: dict[str, Tensor]
+    times: Sequence[tuple[float, float]] = ()
+    series: Series | None = None
 
 
 class Worked(NamedTuple):
@@ -240,6 +253,17 @@ def _result(
     return execution, Service(order, deaths, received, sent, parameters)
 
 
+def losses_of(taken: Iterable[Step], count: int) -> list[float]:
+    """The mean loss of each step, over the rows of the workers that did it."""
+    whole, rows, of = [0.0] * count, [0.0] * count, [0.0] * count
+    for one in taken:
+        if one.step < count:
+            whole[one.step] += one.loss
+            rows[one.step] += one.rows
+            of[one.step] = one.of
+    return [loss * (all_ / n) if n and n != all_ else loss for loss, n, all_ in zip(whole, rows, of, strict=True)]
+
+
 def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
     """What happened to the memory of workers, in all their steps, and to the values of servers."""
     program = trace.program
@@ -275,15 +299,15 @@ def _of_any_step(value: Value) -> Value:
     return value._replace(step=0) if value.microbatch >= 0 else value
 
 
-def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
+def _summed(steps: list[Step], most: float | None) -> dict[str, Tensor]:
     """The gradient of a step: the sum of the workers' parts, clipped as the servers clip it."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():
             found[name] = found[name] + gradient if name in found else gradient
-    if clip is not None:
-        factor = clip / (sum(torch.linalg.vector_norm(g).item() ** 2 for g in found.values()) ** 0.5 + 1e-6)
-        found = {name: g * factor if factor < 1 else g for name, g in found.items()}
+    if most is not None:
+        numbered = dict(enumerate(found.values()))
+        clip(numbered, squares(numbered), most)
     return found
 
 
