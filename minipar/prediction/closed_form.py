@@ -122,9 +122,8 @@ class Links(NamedTuple):
 def links(machine: Hardware, ranks: int, stride: int) -> Links:
     """The links of an axis of `ranks` ranks, neighbours on which are `stride` ranks apart."""
     inside = max(1, min(ranks, machine.per_node // stride))
-    while ranks % inside:  # (an axis that fills no whole number of nodes has fewer of its ranks in each)
-        inside -= 1
-    return Links(ranks, inside)
+    # (An axis that fills no whole number of nodes has fewer of its ranks in each.)
+    return Links(ranks, next(near for near in range(inside, 0, -1) if ranks % near == 0))
 
 
 def wires(machine: Hardware) -> tuple[Line, Line]:
@@ -416,21 +415,15 @@ def _pace(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas)
 
 
 @lru_cache(1024)
-def reaching(machine: Hardware, stack: str) -> Hardware:
-    """A machine with what a stack reaches of its peaks, if it does not say so itself."""
-    if machine.efficiency is not None:
-        return machine
-    return replace(machine, efficiency=reached(machine.like or machine.name, stack))
-
-
-@lru_cache(1024)
-def on_device(model: Sizes, machine: Hardware, stack: str) -> Sizes:
-    """A model as a device and a stack run it: without a kernel for its attention, this is several operators."""
-    if isinstance(model, Chain) or not model.flash:
-        return model
-    if machine.flash and STACKS[stack].flash and (machine.flops4 or not model.sinks):
-        return model
-    return replace(model, flash=False)
+def as_run(model: Sizes, machine: Hardware, stack: str) -> tuple[Sizes, Hardware]:
+    """A model as a device and a stack run it: without a kernel for its attention, this is several operators. And the
+    machine with what the stack reaches of its peaks, if it does not say so itself."""
+    if isinstance(model, Transformer) and model.flash:
+        there = machine.flash and STACKS[stack].flash and (machine.flops4 or not model.sinks)
+        model = model if there else replace(model, flash=False)
+    if machine.efficiency is None:
+        machine = replace(machine, efficiency=reached(machine.like or machine.name, stack))
+    return model, machine
 
 
 Ends = Callable[[Sequence[Times]], Sequence[float]]
@@ -459,7 +452,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
               formula. The formula takes ranks that are alike; of others it takes the mean, and the slowest one's pace
     Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
     """
-    machine, model = reaching(machine, numbers.software), on_device(model, machine, numbers.software)
+    model, machine = as_run(model, machine, numbers.software)
     form = find(numbers.schedule).form
     if form is None and replica is None:
         raise PlanError(
@@ -543,26 +536,25 @@ def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
 def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:
     """Seconds for which a micro-batch waits for parameters, sums of gradients, and copies, beside its work."""
     n, each, share = numbers, numbers.bytes, machine.rates
-    waits, size = 0.0, stage.parameters + stage.experts
+    waits, size, layers = 0.0, stage.parameters + stage.experts, max(1, stage.layers)
     if n.zero == 3 and axes.all.ranks > 1:
-        gathered = _by_layer(machine, stage, axes, each.parameter)
-        summed = _by_layer(machine, stage, axes, each.gradient) if n.every else 0.0
+        gathered = _gathered(machine, stage, axes, each.parameter, layers)
+        summed = _gathered(machine, stage, axes, each.gradient, layers) if n.every else 0.0
         waits = gathered - share.beside * min(gathered, stage.work.forward)
         waits += gathered + summed - share.beside * min(gathered + summed, stage.backward)
     elif n.zero == 2 and n.every and axes.all.ranks > 1:
-        summed = _by_layer(machine, stage, axes, each.gradient) * (n.microbatches - 1) / n.microbatches
+        summed = _gathered(machine, stage, axes, each.gradient, layers) * (n.microbatches - 1) / n.microbatches
         waits = summed - share.beside * min(summed, stage.backward) * n.overlap
     copied = 2 * stage.saved * ("activations" in n.offload) + 2 * each.parameter * size * ("parameters" in n.offload)
     copying = copied / machine.copies
     return waits + copying - share.beside * min(copying, stage.work.forward + stage.backward)
 
 
-def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> float:
-    """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. A parameter has
-    `size` bytes."""
-    layers = max(1, stage.layers)
-    found = layers * gather(machine, axes.all, size * stage.parameters / layers)
-    return found + layers * gather(machine, axes.experts, size * stage.experts / layers)
+def _gathered(machine: Hardware, stage: Stage, axes: Replicas, size: int, parts: int) -> float:
+    """Seconds of gathering, or of summing in shards, all parameters of a stage in so many parts. A parameter has `size`
+    bytes."""
+    found = gather(machine, axes.all, size * stage.parameters / parts)
+    return parts * (found + gather(machine, axes.experts, size * stage.experts / parts))
 
 
 def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas, beside: float) -> float:
@@ -573,12 +565,11 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
     n, each = numbers, numbers.bytes
     if axes.all.ranks == 1 or (n.zero == 3 and n.every):
         return 0.0
-    size = stage.parameters * each.gradient
-    half = gather(machine, axes.all, size) + gather(machine, axes.experts, stage.experts * each.gradient)
+    half = _gathered(machine, stage, axes, each.gradient, 1)
     summed = half if n.zero else 2 * half
     if n.overlap:
         hidden = machine.rates.beside * min(summed, beside)
-        summed = max(summed - hidden, summed * min(1.0, MESSAGE / max(1.0, size)))
+        summed = max(summed - hidden, summed * min(1.0, MESSAGE / max(1.0, stage.parameters * each.gradient)))
     return summed + (half * each.parameter / each.gradient if n.zero in (1, 2) else 0.0)
 
 

@@ -22,14 +22,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
-from minipar.models.sizes import Chain, Sizes, Transformer, sizes
-from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset
+from minipar.models.sizes import Sizes, sizes
 from minipar.prediction import fitting
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
@@ -144,14 +142,13 @@ class Estimate:
             f"software         {self.numbers.software}",
             f"each device      {self.tflops_per_gpu:.4g} TFLOP/s; {self.mfu:.1%} of the peak without what runs again",
             f"memory           {self.memory / 1e9:.3g} GB of {self.machine.memory / 1e9:.3g}"
-            + ("" if self.memory <= self.machine.memory else ": does not fit"),
-            *(
-                [f"host             {self.host / 1e9:.3g} GB of {self.machine.host_memory / 1e9:.3g} in each node"]
-                if self.host
-                else []
-            ),
-            "",
+            + ": does not fit" * (self.memory > self.machine.memory),
         ]
+        if self.host:
+            rows.append(
+                f"host             {self.host / 1e9:.3g} GB of {self.machine.host_memory / 1e9:.3g} in each node"
+            )
+        rows.append("")
         width = max(map(len, (*self.breakdown, *self.memory_breakdown)))
         for kind, seconds in self.breakdown.items():
             rows.append(f"  {kind:{width}}  {_seconds(seconds):>10}  {seconds / self.time:6.1%}")
@@ -161,16 +158,13 @@ class Estimate:
         return "\n".join([*rows, *(["", f"minipar itself cannot run it: {self.note}"] if self.note else [])])
 
 
-_NUMBERS = (Transformer, Chain, GPT, Mixture, MLP, Branchy)
-
-
 def _seconds(time: float) -> str:
     return f"{time:.4g} s" if time >= 1 else f"{time * 1e3:.4g} ms"
 
 
 def estimate(
     plan: str | Mapping[str, Any] | Plan | PlanNumbers,
-    model: str | Sizes | Preset | Mapping[str, Any] | Any,
+    model: Any,
     devices: str | Hardware | Calibration,
     batch: int | None = None,
     *,
@@ -195,14 +189,10 @@ def estimate(
         machine = replace(machine, per_node=keys.whole_number("gpus_per_node", gpus_per_node))
     if nodes is not None:
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
-    if example is None and not isinstance(model, (str, Path, Mapping, *_NUMBERS)):
-        name = type(model).__name__
-        raise PlanError(f"model {name}: a torch module needs example=, an input of one row or more; or give numbers")
     if example is not None:
         from minipar.models.counting import chain_of  # (it needs torch)
 
-        module: Any = model
-        model = chain_of(module, example)
+        model = chain_of(model, example)
     chosen = sizes(model)
     if isinstance(plan, PlanNumbers):
         numbers, note = plan, ""
@@ -227,8 +217,8 @@ def way_out(found: Estimate) -> str:
         )
     text = (
         f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
+        f"{ceil(found.memory / 1e8) / 10:g} GB"
     )
-    text += f"{ceil(found.memory / 1e8) / 10:g} GB"
     more = fitting.smallest(found.numbers, found.model, replace(machine, nodes=0))
     if more is not None:
         text += f", or {several(more.ranks, 'device')} of this kind, such as with {words(more)}"

@@ -27,7 +27,7 @@ from minipar.models import shapes, table
 from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
 from minipar.models.table import Branchy
 from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, Precision
-from minipar.prediction.plan_words import check, numbers_of, table_of
+from minipar.prediction.plan_words import check, divides, numbers_of, table_of
 from minipar.prediction.program_costs import ProgramCosts, microbatch_rows
 from minipar.prediction.rank_memory import Detail, RankMemory, of_ranks
 from minipar.prediction.simulator import simulate
@@ -38,24 +38,19 @@ from minipar.trace import Trace
 from minipar.wording import several
 
 
-def per_rank(
-    plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE, **overrides: Any
-) -> list[RankMemory]:
+def per_rank(plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE) -> list[RankMemory]:
     """Bytes of each rank, in rank order, for a step of `batch` rows; default: one row for every micro-batch.
 
     division    how further ranks share each layer, which the plan does not say: the bytes are those of one of them, and
                 the ranks of ep are some of the plan's replicas
-    overrides   numbers that replace the model's, such as layers=48
     Errors: `PlanError` for an unknown model, and for a plan that does not fit it.
     """
-    return [detail.memory for detail in details(plan, model, batch, division, **overrides)]
+    return [detail.memory for detail in details(plan, model, batch, division)]
 
 
-def details(
-    plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE, **overrides: Any
-) -> list[Detail]:
+def details(plan: Plan, model: str | Sizes, batch: int | None = None, division: Division = WHOLE) -> list[Detail]:
     """As `per_rank`, with the origin of the bytes."""
-    chosen = model_of(model, **overrides) if isinstance(model, str) else model
+    chosen = model_of(model) if isinstance(model, str) else model
     numbers = own_numbers(plan, chosen, division)
     count = plan.total_microbatches
     batch = plan.dp * count if batch is None else batch
@@ -85,9 +80,7 @@ def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNum
             "run --memory`"
         )
     found, ep = numbers_of(table_of(plan), model), division.ep
-    if found.dp % ep:
-        possible = ", ".join(str(n) for n in range(1, found.dp + 1) if found.dp % n == 0)
-        raise PlanError(f"ep={ep}: must divide the dp={found.dp} replicas that it is of; possible are {possible}")
+    divides("ep", ep, found.dp, "replicas (dp) that it is of")
     found = found._replace(
         dp=found.dp // ep, ep=found.ep * ep, tp=found.tp * division.tp, cp=found.cp * division.cp,
         sequence_parallel=found.sequence_parallel or division.sequence,
@@ -178,19 +171,20 @@ def profile_of(
 ) -> Profile:
     """A profile of these layers. `groups` have sizes in numbers."""
     sizes = [sum(group.tensors) for group in groups]
-    kept = {rows: analytic.weight_costs(model, rows / division.ep, each.activation, division)[1] for rows in by_rows}
+    costs = {rows: one for rows, (one, _) in by_rows.items()}
+    first = {rows: tuple(halves) for rows, (_, halves) in by_rows.items()}
+    second = {rows: tuple(a - b for a, b in zip(costs[rows].backward, first[rows], strict=True)) for rows in costs}
     return Profile(
-        forward={rows: one.forward for rows, (one, _) in by_rows.items()},
-        backward={rows: one.backward for rows, (one, _) in by_rows.items()},
-        backward_input={rows: tuple(first) for rows, (_, first) in by_rows.items()},
-        backward_weight={
-            rows: tuple(a - b for a, b in zip(one.backward, first, strict=True))
-            for rows, (one, first) in by_rows.items()
+        forward={rows: one.forward for rows, one in costs.items()},
+        backward={rows: one.backward for rows, one in costs.items()},
+        backward_input=first,
+        backward_weight=second,
+        output_bytes={rows: one.output for rows, one in costs.items()},
+        grad_output_bytes={rows: one.gradient for rows, one in costs.items()},
+        saved_bytes={rows: one.saved for rows, one in costs.items()},
+        saved_weight_bytes={
+            rows: analytic.weight_costs(model, rows / division.ep, each.activation, division)[1] for rows in costs
         },
-        output_bytes={rows: one.output for rows, (one, _) in by_rows.items()},
-        grad_output_bytes={rows: one.gradient for rows, (one, _) in by_rows.items()},
-        saved_bytes={rows: one.saved for rows, (one, _) in by_rows.items()},
-        saved_weight_bytes=kept,
         parameter_bytes=tuple(each.parameter * size for size in sizes),
         gradient_bytes=tuple(each.gradient * size for size in sizes),
         optimizer_bytes=tuple(each.optimizer * size for size in sizes),

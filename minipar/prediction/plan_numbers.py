@@ -210,7 +210,8 @@ def _kinds(schedule: str, pp: int, held: int, split: tuple[int, ...], equal: int
     found: list[Kind] = []
     for rank, mine in enumerate(placement):
         chunks = []
-        free = max(2, split[0]) if 0 in mine else 2  # the first block that no chunk of this rank has yet
+        # The first block that no chunk of this rank has yet.
+        free = max([2, *(starts[stage] + split[stage] for stage in mine if starts[stage] < 2)])
         for stage in mine:
             start, stop = starts[stage], starts[stage] + split[stage]
             if equal and start > 1 and stop < equal:

@@ -12,9 +12,9 @@ and for models that minipar builds. `prefetch`, `clip` and `algorithm` change no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from minipar.costs.analytic import layer_costs
@@ -40,41 +40,30 @@ _READ = (
     "in_flight", "update_every", "batch_copies", "bucket",
 )  # fmt: skip
 _FREE = ("prefetch", "clip", "algorithm", "offload_to", "offload_folder", "offload_limit", "on_death")
+_OWN: dict[str, Callable[[str, Any], Any]] = {  # keys that a plan to run does not have
+    ROWS: partial(keys.whole_number, most=MOST_ROWS),
+    GRADIENTS: keys.one_of("float32", "bf16").read,
+}
 _OPTIONS = ("group", "doubling", "in_flight", "update_every")  # of schedules, which their formulas do not know
 
 
 def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     """The keys that a plan gives, with their values. Errors: PlanError for an unknown key or value."""
     if isinstance(plan, Plan):
-        given = {
-            f.name: getattr(plan, f.name)
-            for f in fields(Plan)
-            if getattr(plan, f.name) != f.default or f.name == "precision"
-        }
-    elif isinstance(plan, str):
-        given = {**keys.words(plan)}
-    elif isinstance(plan, Mapping):
-        given = dict(plan)
+        every = {f.name: (getattr(plan, f.name), f.default) for f in fields(Plan)}
+        given = {key: value for key, (value, usual) in every.items() if value != usual or key == "precision"}
+    elif isinstance(plan, (str, Mapping)):
+        given = {**(keys.words(plan) if isinstance(plan, str) else plan)}
     else:
         raise PlanError(f"plan {plan!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
     known = {f.name: f for f in fields(Plan)}
-    keys.check_keys(given, [*known, ROWS, GRADIENTS])
+    keys.check_keys(given, [*known, *_OWN])
     found: dict[str, Any] = {}
     for key, value in given.items():
         keys.check_size(key, value)
-        if key == ROWS:
-            found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
-            continue
-        if key == GRADIENTS:
-            if value not in ("float32", "bf16"):
-                raise PlanError(f"gradients={value}: must be float32 or bf16")
-            found[key] = value
-            continue
-        if key == "precision" and value in PRECISIONS:
-            found[key] = value
-            continue
-        found[key] = known[key].metadata["key"].domain.read(key, value)
-        if key not in (*_READ, *_FREE) and found[key] != known[key].default:
+        read = _OWN[key] if key in _OWN else known[key].metadata["key"].domain.read
+        found[key] = value if key == "precision" and value in PRECISIONS else read(key, value)
+        if key not in (*_READ, *_FREE, *_OWN) and found[key] != known[key].default:
             raise PlanError(f"{key}={value}: estimates have no formula for it; possible is a plan without {key}=")
     return found
 
@@ -97,13 +86,10 @@ def numbers_of(
     devices = machine.nodes * machine.per_node if machine else 1
     dp = int(get("dp", 0)) or max(1, devices // (pp * tp * cp * ep))
     if dp * pp * tp * cp * ep > MOST_DEVICES:
-        largest = max(("dp", dp), ("pp", pp), ("tp", tp), ("context_parallel", cp), ("ep", ep), key=lambda one: one[1])
-        possible = MOST_DEVICES // (dp * pp * tp * cp * ep // largest[1])
-        raise PlanError(
-            f"{largest[0]}={largest[1]}: the plan needs more than {MOST_DEVICES} devices; possible are "
-            + (f"{largest[0]}=1 to {possible}" if possible else "smaller numbers")
-        )
+        axes = f"dp={dp} pp={pp} tp={tp} context_parallel={cp} ep={ep}"
+        raise PlanError(f"{axes}: the plan needs more than {MOST_DEVICES} devices; possible are smaller numbers")
     schedule = find(get("schedule", "1f1b"))
+    schedule.check("chunks", get("chunks"))
     chunks = get("chunks") or schedule.chunks
     if "slices" in schedule.options:
         cut = get("slices") or pp
@@ -161,25 +147,17 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
             raise PlanError(f"{text}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
         return count, float(rows or 1)
     batch = keys.whole_number("batch", batch, most=MOST_ROWS)
-    if rows is not None:
-        if batch % (dp * rows):
-            below = batch // (dp * rows) * dp * rows
-            possible = f"batch={below} or {below + dp * rows}" if below else f"batch={dp * rows}"
-            raise PlanError(f"batch={batch}: no multiple of dp={dp} x {ROWS}={rows}; possible are {possible}")
-        found = batch // (dp * rows)
-        if count not in (None, found):
-            raise PlanError(f"microbatches={count}: batch={batch} dp={dp} {ROWS}={rows} make {found}; give one of them")
-        return found, float(rows)
-    count = count or rounds
-    if batch < dp * count:
-        raise PlanError(f"batch={batch}: fewer rows than the {several(dp * count, 'micro-batch')} of dp={dp}")
-    if batch % (dp * count):
-        below = batch // (dp * count) * dp * count
-        raise PlanError(
-            f"batch={batch}: {several(dp * count, 'micro-batch')} would differ in their rows, and estimates count "
-            f"equal ones; possible are batch={below} or {below + dp * count}"
-        )
-    return count, float(batch // (dp * count))
+    parts = dp * (rows or count or rounds)
+    each, rest = divmod(batch, parts)
+    if rest or not each:
+        what = f"{ROWS}={rows}" if rows else several(parts // dp, "equal micro-batch")
+        possible = f"are batch={each * parts} or {(each + 1) * parts}" if each else f"is batch={parts}"
+        raise PlanError(f"batch={batch}: no multiple of dp={dp} x {what}; possible {possible}")
+    if not rows:
+        return parts // dp, float(each)
+    if count not in (None, each):
+        raise PlanError(f"microbatches={count}: batch={batch} dp={dp} {ROWS}={rows} make {each}; give one of them")
+    return each, float(rows)
 
 
 def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
@@ -240,25 +218,24 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
                 "'llama layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000'"
             )
     else:
-        if model.heads % n.tp:
-            possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)
-            raise PlanError(f"tp={n.tp}: must divide {model.heads} heads; possible are {possible}")
+        divides("tp", n.tp, model.heads, "heads")
         if "slices" in find(n.schedule).options and n.chunks > model.sequence:
             raise PlanError(f"slices={n.chunks}: more than the {model.sequence} tokens of a row; possible are fewer")
-        if model.sequence % n.cp:
-            near = next(k for k in range(n.cp - 1, 0, -1) if model.sequence % k == 0)
-            raise PlanError(
-                f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens; possible is {near}"
-            )
+        divides("context_parallel", n.cp, model.sequence, "tokens of a row")
         if n.ep > 1 and not model.experts:
             raise PlanError(f"ep={n.ep}: {model.name or 'the model'} has no experts; possible is ep=1")
-        if n.ep > 1 and model.experts % n.ep:
-            possible = ", ".join(str(k) for k in range(1, model.experts + 1) if model.experts % k == 0)
-            raise PlanError(f"ep={n.ep}: must divide {model.experts} experts; possible are {possible}")
+        divides("ep", n.ep, model.experts, "experts")
     if n.sequence_parallel and n.tp == 1:
         raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")
     split_of(n, model)
     _check_schedule(n.schedule, n.pp, n.microbatches // n.rounds, n.chunks)
+
+
+def divides(key: str, size: int, whole: int, what: str) -> None:
+    """Refuse ranks that cannot have equal parts. Errors: PlanError, which says how many can."""
+    if whole % size:
+        possible = ", ".join(str(k) for k in range(1, whole + 1) if whole % k == 0)
+        raise PlanError(f"{key}={size}: must divide {whole} {what}; possible are {possible}")
 
 
 @lru_cache(4096)

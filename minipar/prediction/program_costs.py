@@ -110,18 +110,13 @@ class ProgramCosts:
     @property
     def _known(self) -> Profile:
         if self.profile is None:
-            raise self._unknown()
+            what = f"device {self.device.name or self.device}: the time of an instruction, or the size of a message,"
+            raise PlanError(f"{what} needs a profile of the model; use train(...)")
         return self.profile
-
-    def _unknown(self) -> PlanError:
-        what = f"device {self.device.name or self.device}: the time of an instruction, or the size of a message,"
-        return PlanError(f"{what} needs a profile of the model; use train(...)")
 
     def _bytes(self, rank: int, value: Value) -> int:
         """The size of what is moved, which a profile must say."""
-        if self.profile is None:
-            raise self._unknown()
-        return self.size(rank, value)
+        return self.size(rank, value) if self._known else 0
 
     def rows(self, rank: int, microbatch: int) -> int:
         """The number of rows of a micro-batch of the rank's replica; for a slice, the profile's key: rows * slices +

@@ -16,6 +16,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -226,41 +227,33 @@ def parameters_of(model: Sizes, division: Division, chunks: tuple[Chunk, ...]) -
 @lru_cache(4096)
 def holding(model: Sizes, division: Division, chunks: tuple[Chunk, ...]) -> Holding:
     """The parameters of a rank with these chunks."""
-    groups, mine, shares = _groups_of(model, division, chunks)
-    counted: dict[tuple[int, int], int] = {}
-    for g in mine:
-        key = sum(groups[g].tensors), shares[g]
-        counted[key] = counted.get(key, 0) + 1
-    layers = [layer for chunk in chunks for layer in range(chunk.start, chunk.stop)]
-    sizes = [[0] * len(layers), [0] * len(layers)]
-    where: dict[int, list[int]] = {}
-    for k, layer in enumerate(layers):
-        where.setdefault(layer, []).append(k)
-    for g in mine:
+    groups, shares = _groups_of(model, division, chunks)
+    sizes = {g: sum(groups[g].tensors) for g in shares}
+    layers = {layer: [0, 0] for chunk in chunks for layer in range(chunk.start, chunk.stop)}
+    for g, size in sizes.items():
         for layer in groups[g].layers:
-            for k in where.get(layer, ()):
-                sizes[0][k] += sum(groups[g].tensors)
-                sizes[1][k] += sum(groups[g].tensors) * (shares[g] != _WHOLE)
+            if layer in layers:
+                layers[layer][0] += size
+                layers[layer][1] += size * (shares[g] != _WHOLE)
+    counted = Counter((size, shares[g]) for g, size in sizes.items())
+    every, shared = zip(*layers.values(), strict=True)
     several = tuple((size, count, share) for (size, share), count in counted.items())
-    return Holding(several, (_neighbours(sizes[0]), _neighbours(sizes[1])))
+    return Holding(several, (_neighbours(every), _neighbours(shared)))
 
 
-def _groups_of(
-    model: Sizes, division: Division, chunks: tuple[Chunk, ...]
-) -> tuple[tuple[Group, ...], list[int], dict[int, int]]:
-    """All groups of the model, those of a rank, and over which ranks each of these is shared out.
+def _groups_of(model: Sizes, division: Division, chunks: tuple[Chunk, ...]) -> tuple[tuple[Group, ...], dict[int, int]]:
+    """All groups of the model; and of those of a rank, over which ranks each of them is shared out.
 
     A group that is tied between stages stays whole: its slices would belong to ranks with different work.
     """
     groups, experts = analytic.groups(model, division)
     held = {layer for chunk in chunks for layer in range(chunk.start, chunk.stop)}
-    mine = [g for g, group in enumerate(groups) if not held.isdisjoint(group.layers)]
     shares = {
-        g: _WHOLE if not held.issuperset(groups[g].layers)
+        g: _WHOLE if not held.issuperset(group.layers)
         else _BY_EXPERTS if g >= len(groups) - experts else _BY_REPLICAS
-        for g in mine
+        for g, group in enumerate(groups) if not held.isdisjoint(group.layers)
     }  # fmt: skip
-    return groups, mine, shares
+    return groups, shares
 
 
 @lru_cache(4096)
@@ -268,8 +261,8 @@ def _buckets(
     model: Sizes, division: Division, chunks: tuple[Chunk, ...], bucket: Any, element: int, divided: Any
 ) -> int:
     """Bytes of the two largest neighbouring buckets of the gradients that are shared out."""
-    groups, mine, shares = _groups_of(model, division, chunks)
-    sharded = [g for g in mine if divided[shares[g]]]
+    groups, shares = _groups_of(model, division, chunks)
+    sharded = [g for g, share in shares.items() if divided[share]]
     sizes = [Group(group.layers, (element * sum(group.tensors),)) for group in groups]
     messages = split_buckets(sharded[::-1], sizes, bucket)
     return _neighbours([sum(sum(sizes[g].tensors) for g in message) for message in messages])

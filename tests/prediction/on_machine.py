@@ -16,11 +16,10 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.closed_form import (
     Work,
+    as_run,
     gather,
     line,
-    on_device,
     optimizer_seconds,
-    reaching,
     replicas_of,
     works,
 )
@@ -80,7 +79,7 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
     Errors: PlanError for a plan that minipar cannot compile, and for slices.
     """
     n, schedule = numbers, find(numbers.schedule)
-    machine, model = reaching(machine, n.software), on_device(model, machine, n.software)
+    model, machine = as_run(model, machine, n.software)
     if "slices" in schedule.options:
         raise PlanError(f"schedule={n.schedule}: no program on paper for slices of a sequence; possible are the others")
     options = dict(n.options) | ({"chunks": n.chunks} if "chunks" in schedule.options else {})
