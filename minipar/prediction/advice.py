@@ -10,26 +10,9 @@ from contextlib import contextmanager
 
 from minipar.errors import DeviceOutOfMemory, MiniparError
 from minipar.prediction.forecast import Facts, Forecast
-from minipar.prediction.memory import predict_memory
 from minipar.prediction.program_costs import microbatch_rows
-from minipar.program import Program
-from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import mib
-
-
-def peaks(program: Program, known: Facts, batch: int) -> list[int]:
-    """The predicted peak of every rank, in bytes."""
-    forecast = Forecast(known, batch)
-    assert known.tapes is not None
-    costs, data = forecast.here(program), forecast.data(program)
-    found = []
-    for rank in range(program.workers):  # (servers keep everything on their hosts)
-        zeros = [0.0] * len(program.ranks[rank])
-        pieces = pieces_of(program, rank)
-        series = predict_memory(program, rank, pieces, known.tapes, costs, data[rank], zeros, zeros)
-        found.append(max(series.totals()))
-    return found
 
 
 def ways_that_fit(
@@ -42,10 +25,11 @@ def ways_that_fit(
     """
     from minipar.prediction import fitting  # (formulas that a run which fits does not need)
 
-    families = [[(f'"{built}"', (built, batch)) for _, built in family] for family in fitting.nearby(plan, batch)]
+    near = fitting.changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
+    families = [[(f'"{b}"', (b, batch)) for _, b in family] for family in fitting.changed(plan, batch, near)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
-    for family in fitting.wider(plan, batch):
+    for family in fitting.changed(plan, batch, fitting.longer(plan)):
         families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for _, built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
     rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}
@@ -55,7 +39,8 @@ def ways_that_fit(
         built, rows = one
         program = built.compile(known.shape, costs=known.profile)
         x, y = (size * rows // batch for size in known.data_bytes)
-        return max(peaks(program, known._replace(data_bytes=(x, y)), rows))
+        trace = Forecast(known._replace(data_bytes=(x, y)), rows).of(program)
+        return max(round(trace.memory(rank).peak) for rank in range(program.workers))  # (servers use their hosts)
 
     found = fitting.ways_that_fit(families, peak, capacity)
     if len(found) == fitting.MOST:

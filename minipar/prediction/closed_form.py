@@ -46,7 +46,7 @@ from minipar.prediction.plan_numbers import (
     split_of,
 )
 from minipar.prediction.rank_memory import KINDS, Part, fullest, of_kinds, parameters_of
-from minipar.strategies.schedules.registry import Form, Times, find
+from minipar.strategies.schedules.registry import Times, find
 from minipar.strategies.segments import INSIDE
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
@@ -484,9 +484,11 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     elif p > 1 and form is not None:
         mean = Times(*(sum(x * count for x, (_, count) in zip(column, kinds, strict=True)) / p
                        for column in zip(*(found.times for found in each), strict=True)))  # fmt: skip
-        even = by_formula(form, n, mean, each[slow].times.both)
+        waited = (m // n.rounds - 1) * (each[slow].times.both - mean.both)  # (the slowest one sets the pace)
         sent = mean._replace(message=_message(numbers, model, machine))
-        messages = by_formula(form, n, sent, each[slow].times.both) - even
+        # Between rounds the pipeline is empty.
+        even, sending = (n.rounds * (form(times, p, m // n.rounds, n.chunks) + waited) for times in (mean, sent))
+        messages = sending - even
     if p > 1 and isinstance(model, Transformer) and model.tied:
         summed += _over_copies(n, machine, model.vocabulary / n.tp * model.hidden)
     pace, work, again = each[slow], kinds[slow][0].work, kinds[slow][0].again
@@ -509,13 +511,6 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
         time, held.total, {k: x for k, x in seconds.items() if x}, {kind: getattr(held, kind) for kind in KINDS},
         3 * flops + extra, 3 * flops, held.host,
     )  # fmt: skip
-
-
-def by_formula(form: Form, numbers: PlanNumbers, mean: Times, slowest: float) -> float:
-    """Seconds of a pipeline by its schedule's formula: all ranks are as the mean, then the slowest one sets the pace.
-    Between rounds the pipeline is empty."""
-    n, count = numbers, numbers.microbatches // numbers.rounds
-    return n.rounds * (form(mean, n.pp, count, n.chunks) + (count - 1) * (slowest - mean.both))
 
 
 class Replicas(NamedTuple):

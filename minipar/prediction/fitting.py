@@ -1,6 +1,6 @@
 """What would fit: the question that comes after "does not fit", for all that ask it.
 
-    changes(dp, pp, ...)                    families of changes for as many ranks, the smaller changes first
+    changes(dp, pp, ...), lighter(...)      families of changes for as many ranks, the smaller changes first
     ways_that_fit(families, peak, capacity) the first plan of each family that fits, by any judge of memory
     smallest(numbers, model, machine)       the fewest devices of this kind
     holding (costs/device.py)               the devices that would hold the plan as it is
@@ -76,9 +76,10 @@ def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> Familie
     return families
 
 
-def to_the_host(offload: Iterable[str]) -> Families:
-    """Changes by which one more kind of value waits on the host."""
-    return [[{"offload": offloaded((*offload, what))}] for what in ("optimizer", "activations")]
+def lighter(offload: Iterable[str], precision: str = "bf16") -> Families:
+    """Changes by which one more kind of value waits on the host, or numbers are shorter."""
+    away: Families = [[{"offload": offloaded((*offload, what))}] for what in ("optimizer", "activations")]
+    return [*away, [{"precision": "bf16"}]] if precision == "float32" else away
 
 
 def described(change: Change) -> str:
@@ -86,27 +87,13 @@ def described(change: Change) -> str:
     return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
 
 
-def nearby(plan: Plan, batch: int, more: Families | None = None) -> list[list[tuple[str, Plan]]]:
-    """Families of changed plans for the same number of ranks, and of `more` changes, each with the words of what is
-    changed. In each family the smaller changes come first."""
-    known = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
-    return _built(plan, batch, [*known, *(more or [])])
+def longer(plan: Plan) -> Families:
+    """Changes for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
+    return [[{"pp": plan.pp * k} for k in (2, 4)], [{"dp": plan.dp * k, "zero": 3} for k in (2, 4)]]
 
 
-def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
-    """All families for a plan that the formula judges: `nearby`, what may wait on the host, and shorter numbers."""
-    shorter: Families = [[{"precision": "bf16"}]] if plan.precision == "float32" else []
-    return nearby(plan, batch, [*to_the_host(plan.offload), *shorter])
-
-
-def wider(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
-    """Families of changed plans for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
-    longer: Families = [[{"pp": plan.pp * k} for k in (2, 4)], [{"dp": plan.dp * k, "zero": 3} for k in (2, 4)]]
-    return _built(plan, batch, longer)
-
-
-def _built(plan: Plan, batch: int, families: Families) -> list[list[tuple[str, Plan]]]:
-    """The changed plans that can be, and have rows for all their micro-batches."""
+def changed(plan: Plan, batch: int, families: Families) -> list[list[tuple[str, Plan]]]:
+    """The changed plans that can be, and have rows for all their micro-batches, with the words of what is changed."""
     found: list[list[tuple[str, Plan]]] = []
     for family in families:
         found.append([])
@@ -125,7 +112,7 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
     """Ways to fit on as many devices of a machine, with the same rows in a step."""
     n, batch = numbers, round(numbers.batch)
     table = {key: value for key, value in table_of(words(n)).items() if key != ROWS}
-    families = [*changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds), *to_the_host(n.offload)]
+    families = [*changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds), *lighter(n.offload)]
 
     def peak(change: Change) -> int:
         built = numbers_of({**table, **change}, model, machine, batch, n.stack)

@@ -80,7 +80,7 @@ def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNum
             "run --memory`"
         )
     found, ep = numbers_of(table_of(plan), model), division.ep
-    divides("ep", ep, found.dp, "replicas (dp) that it is of")
+    divides("ep", ep, found.dp, f"the dp={found.dp} replicas that it is of")
     found = found._replace(
         dp=found.dp // ep, ep=found.ep * ep, tp=found.tp * division.tp, cp=found.cp * division.cp,
         sequence_parallel=found.sequence_parallel or division.sequence,

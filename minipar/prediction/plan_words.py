@@ -96,6 +96,8 @@ def numbers_of(
         chunks = cut if isinstance(cut, int) else len(cut)
     count, rows = _microbatches(table, dp, batch)
     precision = get("precision") or default_precision(model, machine)
+    if stack and stack not in STACKS:
+        raise PlanError(f"stack={stack}: no such software; there are {', '.join(STACKS)}{did_you_mean(stack, STACKS)}")
     choice = get("checkpoint", "none")
     checkpoint = 0 if choice == "none" else choice
     rounds = get("accumulate", 1) if "microbatches" in table else 1
@@ -104,7 +106,7 @@ def numbers_of(
         dp, pp, tp, cp, ep, schedule.name, chunks, count, rows, get("zero", 0), checkpoint,
         get("sequence_parallel", False), get("overlap", "backward") != "none",
         get("reduce", "microbatch") == "microbatch",
-        tuple(get("offload", ())), precision, (), known_stack(stack), gradient, rounds,
+        tuple(get("offload", ())), precision, (), stack or "", gradient, rounds,
         None if bucket == "auto" else bucket,
         tuple((key, table[key]) for key in _OPTIONS if table.get(key) not in (None, False)),
     )  # fmt: skip
@@ -114,7 +116,11 @@ def numbers_of(
         split_of(numbers, model)  # (it refuses more stages than layers)
         return numbers._replace(split=_fastest_split(numbers, model, machine))
     if isinstance(split, (str, tuple, list)) and split != "even":
-        return numbers._replace(split=_split(split, numbers, model))
+        placement = placement_of(numbers)
+        counts = keys.split(split, 1 + max(map(max, placement)), pp, len(placement[0]))
+        assert isinstance(counts, tuple)
+        check_split(counts, own_layers(model))
+        return numbers._replace(split=counts)
     return numbers
 
 
@@ -122,13 +128,6 @@ def default_precision(model: Sizes, machine: Hardware | None = None) -> str:
     """What a plan trains in that does not say it: the models that minipar builds in float32, as it runs them."""
     built = isinstance(model, Transformer) and model.built
     return "float32" if built or (machine is not None and not machine.mixed) else "bf16"
-
-
-def known_stack(name: str | None) -> str:
-    """A stack's name; "": none was named. Errors: PlanError for an unknown one."""
-    if name and name not in STACKS:
-        raise PlanError(f"stack={name}: no such software; there are {', '.join(STACKS)}{did_you_mean(name, STACKS)}")
-    return name or ""
 
 
 def own_gradient(model: Sizes) -> int:
@@ -160,15 +159,6 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
     return each, float(rows)
 
 
-def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
-    """Layers of each stage; embedding and head are layers, too."""
-    placement = placement_of(numbers)
-    counts = keys.split(split, 1 + max(map(max, placement)), numbers.pp, len(placement[0]))
-    assert isinstance(counts, tuple)
-    check_split(counts, own_layers(model))
-    return counts
-
-
 def words(numbers: PlanNumbers) -> str:
     """The plan in the words that `estimate` reads, without those that say what is so anyway."""
     n, options = numbers, find(numbers.schedule).options
@@ -198,33 +188,30 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
     n = numbers
     devices = machine.nodes * machine.per_node if machine else 0
     if machine and devices and n.ranks != devices:
-        others = n.pp * n.tp * n.cp * n.ep
-        if devices % others == 0:
-            possible = f"dp={devices // others}"
-        elif n.ranks % machine.per_node == 0:
-            possible = f"nodes={n.ranks // machine.per_node}"
-        else:
-            possible = f"tp, pp, context_parallel and ep that divide {devices} together"
+        dp, left = divmod(devices, n.ranks // n.dp)
+        nodes, rest = divmod(n.ranks, machine.per_node)
+        others = f"tp, pp, context_parallel and ep that divide {devices} together"
         raise PlanError(
             f"plan {words(n)}: needs {several(n.ranks, 'device')}, but {several(machine.nodes, 'node')} of "
-            f"{machine.per_node} are {devices}; possible is {possible}"
+            f"{machine.per_node} are {devices}; possible is "
+            + (f"dp={dp}" if not left else f"nodes={nodes}" if not rest else others)
         )
     if isinstance(model, Chain):
-        if n.tp * n.cp * n.ep > 1:
-            key, size = next(one for one in (("tp", n.tp), ("context_parallel", n.cp), ("ep", n.ep)) if one[1] > 1)
-            raise PlanError(
-                f"{key}={size}: formulas divide transformers, and {model.name or 'this model'} is a chain of layers "
-                f"without heads; possible are {key}=1, or the numbers of a transformer of its size, such as "
-                "'llama layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000'"
-            )
+        for key, size in (("tp", n.tp), ("context_parallel", n.cp), ("ep", n.ep)):
+            if size > 1:
+                raise PlanError(
+                    f"{key}={size}: formulas divide transformers, and {model.name or 'this model'} is a chain of "
+                    f"layers without heads; possible are {key}=1, or the numbers of a transformer of its size, such as "
+                    "'llama layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000'"
+                )
     else:
-        divides("tp", n.tp, model.heads, "heads")
+        divides("tp", n.tp, model.heads, f"{model.heads} heads")
         if "slices" in find(n.schedule).options and n.chunks > model.sequence:
             raise PlanError(f"slices={n.chunks}: more than the {model.sequence} tokens of a row; possible are fewer")
-        divides("context_parallel", n.cp, model.sequence, "tokens of a row")
+        divides("context_parallel", n.cp, model.sequence, f"{model.sequence} tokens of a row")
         if n.ep > 1 and not model.experts:
             raise PlanError(f"ep={n.ep}: {model.name or 'the model'} has no experts; possible is ep=1")
-        divides("ep", n.ep, model.experts, "experts")
+        divides("ep", n.ep, model.experts, f"{model.experts} experts")
     if n.sequence_parallel and n.tp == 1:
         raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")
     split_of(n, model)
@@ -235,7 +222,7 @@ def divides(key: str, size: int, whole: int, what: str) -> None:
     """Refuse ranks that cannot have equal parts. Errors: PlanError, which says how many can."""
     if whole % size:
         possible = ", ".join(str(k) for k in range(1, whole + 1) if whole % k == 0)
-        raise PlanError(f"{key}={size}: must divide {whole} {what}; possible are {possible}")
+        raise PlanError(f"{key}={size}: must divide {what}; possible are {possible}")
 
 
 @lru_cache(4096)

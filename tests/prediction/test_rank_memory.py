@@ -72,6 +72,11 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
             held = sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks)) * k.alike for k in kinds)
             again = model.vocabulary * model.hidden if isinstance(model, Transformer) and model.tied and pp > 1 else 0
             assert held == model.parameters + again, (name, plan)
+    # The embedding is a stage alone, so that the first block begins the next one.
+    model = MODELS["llama3-8b"]
+    plan = PlanNumbers(pp=2, schedule="interleaved", chunks=3, microbatches=4, split=(1, 7, 7, 7, 6, 6))
+    kinds = kinds_of(plan, model)
+    assert sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks)) for k in kinds) == model.parameters
 
 
 class ByLayers:

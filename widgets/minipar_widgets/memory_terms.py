@@ -113,7 +113,9 @@ def ways_that_fit(
     def peak(built: Plan) -> int:
         return max(rank.total for rank in per_rank(built, model, batch, division))
 
-    return fitting.ways_that_fit(fitting.lighter(plan, batch), peak, capacity)
+    near = fitting.changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
+    families = [*near, *fitting.lighter(plan.offload, plan.precision)]
+    return fitting.ways_that_fit(fitting.changed(plan, batch, families), peak, capacity)
 
 
 def verdict(
