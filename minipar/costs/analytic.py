@@ -35,7 +35,7 @@ Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -203,6 +203,15 @@ def _chain(model: Chain, rows: float, element: int) -> LayerCosts:
     return LayerCosts(forward, tuple(2 * x for x in forward), output, tuple(saved), output)
 
 
+def _shares(division: Division) -> tuple[Callable[[float], int], Callable[[float], int]]:
+    """What a tensor-parallel rank has of what is divided; and of what all have, unless they divide the tokens."""
+
+    def cut(number: float) -> int:
+        return ceil(number / division.tp)
+
+    return cut, cut if division.sequence else ceil
+
+
 def _transformer(
     m: Transformer, rows: float, element: int, selective: bool, operators: bool, division: Division
 ) -> LayerCosts:
@@ -215,12 +224,7 @@ def _transformer(
     logits = (e if own else FLOAT) * tokens * m.vocabulary
     loss = own * (2 * FLOAT * tokens + FLOAT)
 
-    def cut(number: float) -> int:
-        return ceil(number / division.tp)
-
-    def whole(number: float) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
-        return cut(number) if division.sequence else ceil(number)
-
+    cut, whole = _shares(division)
     # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
     heads = m.queries + m.keys + m.values + m.mixed
     block = whole(e * tokens * (3 * m.hidden + m.latent + m.query_latent) + 2 * mask + statistics)
@@ -275,15 +279,13 @@ def weight_costs(
     """
     e = element
     if isinstance(model, Chain):
-        built, kept = [], []
-        before = 0.0
+        built, kept, before = [], [], 0.0
         for l, layer in enumerate(model.chain):
             trains = layer.parameters > 0
-            own = max(0.0, layer.saved - before) * trains
-            built.append(ceil(e * rows * own))
+            built.append(ceil(e * rows * max(0.0, layer.saved - before) * trains))
             kept.append(
                 built[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
-            )  # (the first has no input half)
+            )  # (no input half in the first)
             before = layer.output
         return tuple(built), tuple(kept)
     m = model
@@ -293,12 +295,7 @@ def weight_costs(
     routed = round(tokens * m.top * m.capacity, 6) if m.experts else tokens
     inner = 0.0 if m.dropless else e * routed * m.ffn
 
-    def cut(number: float) -> int:
-        return ceil(number / division.tp)
-
-    def whole(number: float) -> int:
-        return cut(number) if division.sequence else ceil(number)
-
+    cut, whole = _shares(division)
     queue = e * routed * m.hidden if m.experts else size  # what second matrices of the MLP hand on
     router = e * tokens * m.experts
     block = whole(3 * size + queue + router) + cut(

@@ -137,11 +137,6 @@ class Transformer:
         return self.heads * self.value_dim
 
     @cached_property
-    def norm_parameters(self) -> int:
-        """Parameters of one norm."""
-        return (1 if self.rms else 2) * self.hidden
-
-    @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int, bool], ...]:
         """The matrices of one block's attention: inputs, outputs, and whether ranks that share layers cut it."""
         h, last = self.hidden, (self.mixed, self.hidden, True)
@@ -162,42 +157,28 @@ class Transformer:
         inner = () if self.experts else (*((h, f, False, True),) * (1 + self.gated), (f, h, True, False))
         return (*before, (self.mixed, h, True, False), *inner)
 
-    @cached_property
-    def attention_parameters(self) -> int:
-        """Parameters of one block's attention."""
-        return sum(a * b + self.bias * b for a, b, _ in self.attention_matrices)
-
     def perceptron(self, inner: int, bias: bool) -> int:
         """Parameters of a perceptron with so many numbers between its matrices."""
         firsts = 2 if self.gated else 1
         return (firsts + 1) * self.hidden * inner + bias * (firsts * inner + self.hidden)
 
     @cached_property
-    def perceptron_parameters(self) -> int:
-        """Parameters of one perceptron: of a block, or of one expert."""
-        return self.perceptron(self.ffn, self.expert_bias if self.experts else self.bias)
-
-    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all experts of one block; 0 if there are none."""
-        return self.experts * self.perceptron_parameters
-
-    @cached_property
-    def block_parameters(self) -> int:
-        """Parameters of one block, with those of its experts."""
-        inner = self.perceptron_parameters
-        if self.experts:
-            inner = self.hidden * self.experts + self.expert_parameters + self.perceptron(self.shared, False)
-        return 2 * self.norm_parameters + self.attention_parameters + inner
+        return self.experts * self.perceptron(self.ffn, self.expert_bias)
 
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        tokens = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        positions = self.learned * self.sequence * self.hidden
-        dense = 2 * self.norm_parameters + self.attention_parameters + self.perceptron(self.dense_ffn, self.bias)
-        blocks = (self.layers - self.dense) * self.block_parameters + self.dense * dense
-        return blocks + tokens + positions + self.norm_parameters
+        h, norm = self.hidden, (1 if self.rms else 2) * self.hidden
+        around = 2 * norm + sum(a * b + self.bias * b for a, b, _ in self.attention_matrices)
+        inner = self.perceptron(self.ffn, self.bias)
+        if self.experts:
+            inner = h * self.experts + self.expert_parameters + self.perceptron(self.shared, False)
+        dense = self.perceptron(self.dense_ffn, self.bias)
+        blocks = self.layers * around + (self.layers - self.dense) * inner + self.dense * dense
+        tokens = (1 if self.tied else 2) * self.vocabulary * h
+        return blocks + tokens + self.learned * self.sequence * h + norm
 
     @cached_property
     def block_flops(self) -> float:
@@ -307,7 +288,6 @@ def of_gpt(numbers: GPT, name: str = "") -> Transformer:
         n.vocab,
         tied=n.tied,
         dropout=bool(n.dropout),
-        flash=True,
         built=name in PRESETS,
         name=name,
     )
@@ -317,7 +297,7 @@ def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
     """The same model as `models.mixture` builds."""
     n = numbers
     return Transformer(
-        n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, flash=True, experts=n.experts,
+        n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, experts=n.experts,
         top=n.top, capacity=n.places / (n.context * n.top), dropless=n.capacity is None, built=name in PRESETS,
         name=name,
     )  # fmt: skip
@@ -332,8 +312,8 @@ def of_preset(numbers: Preset, name: str = "") -> Sizes:
 
 def llama(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, **more: Any) -> Transformer:
     """A transformer with SwiGLU, RMS norm, rotary positions, and no biases. `more`: other fields of Transformer."""
-    kind: dict[str, Any] = {"gated": True, "rms": True, "bias": False, "learned": False, "tied": False}
-    kind |= {"dropout": False, "flash": True}
+    kind: dict[str, Any] = {"gated": True, "rms": True, "bias": False, "learned": False, "tied": False,
+                            "dropout": False}  # fmt: skip
     return Transformer(layers, hidden, heads, sequence, vocabulary, **{**kind, **more})
 
 

@@ -10,7 +10,7 @@ from plotly import graph_objects
 from minipar.costs.quantities import size
 from minipar.models import table
 from minipar.models.table import PRESETS
-from minipar.prediction.on_paper import per_rank
+from minipar.prediction.on_paper import model_of, per_rank
 from minipar.prediction.rank_memory import KINDS
 from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer
@@ -66,9 +66,8 @@ def test_controls_change_what_is_shown() -> None:
     explorer.controls["layers"].value = 12
     assert explorer.choice.numbers["layers"] == 12
     assert explorer.view.memory is not None
-    assert explorer.view.memory.details[0].memory == per_rank(
-        explorer.choice.plan, "gpt2-xl", 64, **explorer.choice.numbers
-    )[0]  # fmt: skip
+    own = model_of("gpt2-xl", **explorer.choice.numbers)
+    assert explorer.view.memory.details[0].memory == per_rank(explorer.choice.plan, own, 64)[0]
     explorer.controls["device"].value = "own"
     explorer.controls["capacity"].value = 0.001
     assert explorer.choice.capacity == 10**6
