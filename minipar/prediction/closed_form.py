@@ -40,7 +40,6 @@ from minipar.prediction.plan_numbers import (
     PRECISIONS,
     Chunk,
     PlanNumbers,
-    Precision,
     copies_of,
     placement_of,
     split_of,
@@ -195,25 +194,24 @@ class Kernels(NamedTuple):
 
 
 @lru_cache(256)
-def kernels(machine: Hardware, precision: str | Precision) -> Kernels:
+def kernels(machine: Hardware, precision: str) -> Kernels:
     """The kernels of a machine for a plan's numbers. Errors: PlanError for numbers that it has no units for."""
     share = machine.rates
-    each = PRECISIONS[precision] if isinstance(precision, str) else precision
-    wide = machine.flops if each.activation < FLOAT else machine.flops32
-    peak, casts = wide, CASTS.get(precision, 0) if isinstance(precision, str) else 0
+    element, casts = PRECISIONS[precision].activation, CASTS.get(precision, 0)
+    peak = wide = machine.flops if element < FLOAT else machine.flops32
     if casts:
         peak = share.narrow * (machine.flops4 if precision == "nvfp4" else machine.flops8)
         if not peak:
             raise PlanError(f"precision={precision}: {machine.name} has no units for such numbers; possible is bf16")
     return Kernels(
         peak * share.matmul, wide * share.matmul, share.half, wide * share.flash,
-        machine.memory_bandwidth * share.memory, share.kernel, each.activation, casts, share.routing,
+        machine.memory_bandwidth * share.memory, share.kernel, element, casts, share.routing,
     )  # fmt: skip
 
 
 @lru_cache(4096)
 def works(
-    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, checkpoint: Any = 0
+    model: Sizes, machine: Hardware, precision: str, rows: float, division: Division, checkpoint: Any = 0
 ) -> tuple[Work, ...]:
     """The work on one rank of every layer of a chain, which cannot be shared; or of a transformer's embedding, one of
     its blocks, and of its head with the loss. A word of `segments.INSIDE` says what runs again inside of a block."""
@@ -367,7 +365,7 @@ def stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage
 
 @lru_cache(8192)
 def _stage(
-    model: Sizes, machine: Hardware, precision: str | Precision, rows: float, division: Division, checkpoint: Any,
+    model: Sizes, machine: Hardware, precision: str, rows: float, division: Division, checkpoint: Any,
     chunks: tuple[Chunk, ...], parts: tuple[Part, ...], copies: int = 1,
 ) -> Stage:  # fmt: skip
     """Chunks of one rank for one micro-batch. Of stages with copies the rank has one of so many micro-batches each."""

@@ -116,7 +116,6 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
 
     def peak(change: Change) -> int:
         built = numbers_of({**table, **change}, model, machine, batch, n.stack)
-        built = built._replace(precision=n.precision)
         check(built, model, machine)
         return fullest(built, model).total
 

@@ -58,7 +58,7 @@ class PlanNumbers(NamedTuple):
     overlap              whether gradients are summed beside the backward
     every                whether sharded gradients are summed after each micro-batch, not once a step
     offload              what waits on the host: some of "optimizer", "parameters", "activations"
-    precision            a key of PRECISIONS, or bytes of your own
+    precision            a key of PRECISIONS
     split                layers of each stage, embedding and head included; (): as even as can be
     stack                the software, a key of costs/stacks.py's STACKS; "": the one that fits the plan
     gradient             bytes of a whole gradient where parameters have 2; 0: those of the stack
@@ -82,7 +82,7 @@ class PlanNumbers(NamedTuple):
     overlap: bool = True
     every: bool = True
     offload: tuple[str, ...] = ()
-    precision: str | Precision = "bf16"
+    precision: str = "bf16"
     split: tuple[int, ...] = ()
     stack: str = ""
     gradient: int = 0
@@ -103,8 +103,6 @@ class PlanNumbers(NamedTuple):
     @property
     def bytes(self) -> Precision:
         """Bytes of each kind of number."""
-        if not isinstance(self.precision, str):
-            return self.precision
         found = PRECISIONS[self.precision]
         if found.parameter == FLOAT:
             return found

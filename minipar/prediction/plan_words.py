@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from minipar.costs.analytic import layer_costs
@@ -24,6 +24,7 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer, ends_are_layers
 from minipar.prediction.closed_form import closed_form
 from minipar.prediction.plan_numbers import FLOAT, PRECISIONS, PlanNumbers, own_layers, placement_of, split_of
+from minipar.prediction.rank_memory import in_flight, pipeline
 from minipar.prediction.replica import actions, by_simulation
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import exclusions, keys, segments
@@ -171,7 +172,7 @@ def words(numbers: PlanNumbers) -> str:
         ("microbatches", n.microbatches // n.rounds, 0), ("accumulate", n.rounds, 1), (ROWS, f"{n.rows:g}", ""),
         ("zero", n.zero, 0), ("checkpoint", segments.text(n.checkpoint), "0"), ("overlap", n.overlap or "none", True),
         ("reduce", n.every or n.zero < 2 or "step", True), ("bucket", bucket, ""), ("offload", ",".join(n.offload), ""),
-        ("precision", n.precision if isinstance(n.precision, str) else "", ""),
+        ("precision", n.precision, ""),
         (GRADIENTS, "float32" if n.gradient == FLOAT else "", ""),
     ]  # fmt: skip
     return " ".join(
@@ -215,7 +216,7 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
     if n.sequence_parallel and n.tp == 1:
         raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")
     split_of(n, model)
-    _check_schedule(n.schedule, n.pp, n.microbatches // n.rounds, n.chunks)
+    in_flight(pipeline(n), 0)  # (a schedule's generator refuses what it cannot order)
 
 
 def divides(key: str, size: int, whole: int, what: str) -> None:
@@ -223,16 +224,6 @@ def divides(key: str, size: int, whole: int, what: str) -> None:
     if whole % size:
         possible = ", ".join(str(k) for k in range(1, whole + 1) if whole % k == 0)
         raise PlanError(f"{key}={size}: must divide {what}; possible are {possible}")
-
-
-@lru_cache(4096)
-def _check_schedule(name: str, pp: int, count: int, chunks: int) -> None:
-    """Let a schedule's generator refuse what it cannot order. It does so before its first action."""
-    options: dict[str, Any] = {} if not find(name).options else {"chunks": chunks, "slices": chunks, "group": None}
-    options |= {"doubling": False, "in_flight": None, "update_every": None}
-    chosen = {key: value for key, value in options.items() if key in find(name).options}
-    if find(name).asynchronous is None or not find(name).asynchronous.decides:  # type: ignore[union-attr]
-        next(iter(find(name).generate(0, pp, count, **chosen)), None)
 
 
 def refusal(table: Mapping[str, Any], numbers: PlanNumbers) -> str:

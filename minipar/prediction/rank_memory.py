@@ -516,8 +516,10 @@ def _pipeline(pp: int, schedule: str, microbatches: int, options: tuple[tuple[st
     if few + 2 * pp >= microbatches or whole.asynchronous or "doubling" in dict(options):
         return whole
     less, more = (replace(whole, microbatches=count) for count in (few, few + 2 * pp))
-    same = all(in_flight(less, rank) == in_flight(more, rank) for rank in (0, pp // 2, pp - 1))
-    return less if same else whole
+    try:
+        return less if all(in_flight(less, r) == in_flight(more, r) for r in (0, pp // 2, pp - 1)) else whole
+    except PlanError:  # (the error is to name the number that was given)
+        return whole
 
 
 @lru_cache(8192)
