@@ -277,37 +277,20 @@ def _check_whole(key: str, value: object, least: int) -> None:
         raise PlanError(f"{key}={value!r}: must be a whole number from {least} to {most}")
 
 
-def of_gpt(numbers: GPT, name: str = "") -> Transformer:
-    """The same model as `models.gpt` builds."""
-    n = numbers
-    return Transformer(
-        n.layers,
-        n.width,
-        n.heads,
-        n.context,
-        n.vocab,
-        tied=n.tied,
-        dropout=bool(n.dropout),
-        built=name in PRESETS,
-        name=name,
-    )
-
-
-def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
-    """The same model as `models.mixture` builds."""
-    n = numbers
-    return Transformer(
-        n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, experts=n.experts,
-        top=n.top, capacity=n.places / (n.context * n.top), dropless=n.capacity is None, built=name in PRESETS,
-        name=name,
-    )  # fmt: skip
-
-
 def of_preset(numbers: Preset, name: str = "") -> Sizes:
     """The same model as minipar builds from these numbers."""
-    if isinstance(numbers, GPT):
-        return of_gpt(numbers, name)
-    return of_mixture(numbers, name) if isinstance(numbers, Mixture) else _chain(name, numbers)
+    n = numbers
+    named: dict[str, Any] = {"built": name in PRESETS, "name": name}
+    if isinstance(n, GPT):
+        return Transformer(
+            n.layers, n.width, n.heads, n.context, n.vocab, tied=n.tied, dropout=bool(n.dropout), **named
+        )
+    if isinstance(n, Mixture):
+        return Transformer(
+            n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, experts=n.experts, top=n.top,
+            capacity=n.places / (n.context * n.top), dropless=n.capacity is None, **named,
+        )  # fmt: skip
+    return _chain(name, n)
 
 
 def llama(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, **more: Any) -> Transformer:
@@ -360,7 +343,7 @@ def resnet(blocks: tuple[int, ...], name: str = "", image: int = 224, classes: i
 
 # A table of models that have no builder here, beside those of `minipar.models.table`.
 MODELS: dict[str, Sizes] = {
-    **{name: of_gpt(numbers, name) for name, numbers in PUBLISHED.items()},
+    **{name: of_preset(numbers, name) for name, numbers in PUBLISHED.items()},
     **{
         name: llama(*numbers, kv_heads=kv, ffn=ffn, name=name)
         for name, kv, ffn, *numbers in (

@@ -16,7 +16,7 @@ from minipar.costs.analytic import WHOLE, Division, block_bytes
 from minipar.errors import PlanError
 from minipar.execution.measuring.profiler import profile
 from minipar.models import GPT, Branchy, Mixture, shapes, table
-from minipar.models.sizes import Transformer, of_gpt, sizes
+from minipar.models.sizes import Transformer, of_preset, sizes
 from minipar.prediction.on_paper import per_rank
 from minipar.strategies.plan import Plan
 
@@ -130,7 +130,7 @@ MEGATRON: dict[str, Any] = {
 @pytest.mark.parametrize("size", MEGATRON)
 def test_megatron_s_operations(size: str) -> None:
     model, (gpus, batch, rate, seconds) = gpt(f"megatron-{size}"), MEGATRON[size]
-    one = of_gpt(model)
+    one = of_preset(model)
     found = batch * (one.flops + one.layers * one.block_flops)  # a recomputation adds a forward
     s, l, h, v = model.context, model.layers, model.width, model.vocab
     assert found == pytest.approx(96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h)), rel=1e-12)
@@ -141,12 +141,12 @@ def test_megatron_s_operations(size: str) -> None:
 def test_korthikanti_s_utilisation(size: str) -> None:
     model, (*_, gpus, batch) = gpt(f"korthikanti-{size}"), RUNS[size]
     seconds, percent = UTILISATION[size]
-    found = batch * of_gpt(model).flops / (seconds * gpus * 312e12)
+    found = batch * of_preset(model).flops / (seconds * gpus * 312e12)
     assert 100 * found == pytest.approx(percent, abs=0.051)
 
 
 def test_layer_costs_count_operations() -> None:
-    model = of_gpt(gpt("gpt2-small"))
+    model = of_preset(gpt("gpt2-small"))
     costs = analytic.layer_costs("gpt2-small", 5)
     assert sum(costs.forward) + sum(costs.backward) == 5 * model.flops
     assert (model.core_flops, model.block_flops - model.core_flops) == (4 * 1024**2 * 768, 24 * 1024 * 768**2)
@@ -170,7 +170,7 @@ def test_the_input_half_has_the_whole_backward_of_the_attention_core():
     assert given[1] / whole[1] == pytest.approx(0.59, abs=0.005)
     assert (given[0], given[-1]) == (0, whole[-1] / 2)
     again = analytic.input_flops("gpt2-small", 1, selective=True)
-    assert again[1] - given[1] == of_gpt(gpt).core_flops
+    assert again[1] - given[1] == of_preset(gpt).core_flops
     assert analytic.input_flops("mlp-tiny", 3) == tuple(n / 2 for n in analytic.layer_costs("mlp-tiny", 3).backward)
 
 

@@ -9,7 +9,7 @@ import pytest
 from minipar.costs.hardware import PERFECT, Hardware
 from minipar.errors import PlanError
 from minipar.models import table
-from minipar.models.sizes import Transformer, of_gpt
+from minipar.models.sizes import Transformer, of_preset
 from minipar.prediction import on_paper
 from minipar.prediction.plan_numbers import own_layers, split_of
 from minipar.program import Op
@@ -20,7 +20,7 @@ from tests.prediction.on_machine import simulated
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
 DEMO = table.numbers("gpt-demo")
 assert isinstance(DEMO, table.GPT)
-MODEL = of_gpt(DEMO)
+MODEL = of_preset(DEMO)
 WORK = 16 * MODEL.flops / 8e9  # seconds of a step on one device
 STATES = 4 * MODEL.parameters
 
