@@ -29,7 +29,7 @@ def ways_that_fit(
     families = [[(f'"{b}"', (b, batch)) for _, b in family] for family in fitting.changed(plan, batch, near)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
-    for family in fitting.changed(plan, batch, fitting.longer(plan)):
+    for family in fitting.changed(plan, batch, fitting.more_ranks(plan)):
         families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for _, built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
     rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}

@@ -1,6 +1,7 @@
 """What would fit: the question that comes after "does not fit", for all that ask it.
 
     changes(dp, pp, ...), lighter(...)      families of changes for as many ranks, the smaller changes first
+    changed(plan, batch, families)          the changed plans that can be
     ways_that_fit(families, peak, capacity) the first plan of each family that fits, by any judge of memory
     smallest(numbers, model, machine)       the fewest devices of this kind
     holding (costs/device.py)               the devices that would hold the plan as it is
@@ -87,7 +88,7 @@ def described(change: Change) -> str:
     return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
 
 
-def longer(plan: Plan) -> Families:
+def more_ranks(plan: Plan) -> Families:
     """Changes for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
     return [[{"pp": plan.pp * k} for k in (2, 4)], [{"dp": plan.dp * k, "zero": 3} for k in (2, 4)]]
 

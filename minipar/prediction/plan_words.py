@@ -222,7 +222,7 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
 def divides(key: str, size: int, whole: int, what: str) -> None:
     """Refuse ranks that cannot have equal parts. Errors: PlanError, which says how many can."""
     if whole % size:
-        possible = ", ".join(str(k) for k in range(1, whole + 1) if whole % k == 0)
+        possible = ", ".join(str(k) for k in range(1, min(whole, MOST_DEVICES) + 1) if whole % k == 0)
         raise PlanError(f"{key}={size}: must divide {what}; possible are {possible}")
 
 
