@@ -168,17 +168,24 @@ class Transformer:
         return self.experts * self.perceptron(self.ffn, self.expert_bias)
 
     @cached_property
+    def block_parameters(self) -> int:
+        """Parameters of one block, with those of its experts."""
+        if not self.experts:
+            return self._with(self.perceptron(self.ffn, self.bias))
+        return self._with(self.hidden * self.experts + self.expert_parameters + self.perceptron(self.shared, False))
+
+    def _with(self, perceptrons: int) -> int:
+        """Parameters of a block that has so many in its perceptrons."""
+        attention = sum(a * b + self.bias * b for a, b, _ in self.attention_matrices)
+        return 2 * (1 if self.rms else 2) * self.hidden + attention + perceptrons
+
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        h, norm = self.hidden, (1 if self.rms else 2) * self.hidden
-        around = 2 * norm + sum(a * b + self.bias * b for a, b, _ in self.attention_matrices)
-        inner = self.perceptron(self.ffn, self.bias)
-        if self.experts:
-            inner = h * self.experts + self.expert_parameters + self.perceptron(self.shared, False)
-        dense = self.perceptron(self.dense_ffn, self.bias)
-        blocks = self.layers * around + (self.layers - self.dense) * inner + self.dense * dense
+        h, dense = self.hidden, self._with(self.perceptron(self.dense_ffn, self.bias))
+        blocks = (self.layers - self.dense) * self.block_parameters + self.dense * dense
         tokens = (1 if self.tied else 2) * self.vocabulary * h
-        return blocks + tokens + self.learned * self.sequence * h + norm
+        return blocks + tokens + self.learned * self.sequence * h + (1 if self.rms else 2) * h
 
     @cached_property
     def block_flops(self) -> float:
