@@ -202,7 +202,9 @@ def test_the_formula_is_near_the_tapes(clusters, name):
         for formula, series in zip(per_rank(plan, name, 24), tapes.series, strict=True):
             found = series.peak().by_kind
             stays = sum(size for kind, size in found.items() if kind not in ("data", "temporary"))
-            assert 0.98 * stays <= formula.total <= 1.12 * (stays + found["temporary"]), plan
+            # (Buffers of sharding are counted as if the largest ones met at the peak.)
+            apart = max(0, formula.buffers - found["buffers"]) if plan.zero >= 2 else 0
+            assert 0.98 * stays <= formula.total <= 1.12 * (stays + found["temporary"]) + apart, plan
             assert found["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
             assert found["gradients"] <= 1.3 * formula.gradients
 
