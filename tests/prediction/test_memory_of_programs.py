@@ -18,7 +18,7 @@ from minipar.prediction.program_costs import microbatch_rows
 from minipar.strategies.plan import Plan
 
 MODEL, BATCH = "gpt-tiny", 32
-STEPS = 64  # bytes of Adam's step counters, which the formula leaves out, for each layer
+STEPS = 64  # bytes of Adam's step counters, which the formula leaves out, for each layer; programs double them in bf16
 MESHES = ("dp=2", "dp=4", "dp=2 pp=2", "dp=2 tp=2", "dp=2 tp=2 pp=2")
 ZERO = ("zero=0", "zero=1", "zero=2", "zero=3", "zero=2 reduce=step", "zero=3 reduce=step")
 EACH = product(MESHES, ZERO, ("float32", "bf16"), ("none", "optimizer", "activations"), ("none", "1", "2"))
@@ -45,9 +45,10 @@ def test_formula_and_program(mesh: str, zero: str, precision: str, offload: str,
     facts = facts_of(plan)
     trace = Forecast(facts, BATCH).of(plan.compile(facts.shape, costs=facts.profile))
     formula = per_rank(plan, MODEL, BATCH)
+    counters = STEPS * facts.shape.layers * (2 if precision == "bf16" else 1)
     for rank, series in enumerate(trace.series):
         there, here = series.peak().by_kind, formula[rank]
-        assert 0 <= there["optimizer"] - here.optimizer <= STEPS * facts.shape.layers
+        assert 0 <= there["optimizer"] - here.optimizer <= counters
         if plan.zero < 3:  # (in stage 3 gathered layers are parameters of the program, and buffers of the formula)
             assert there["parameters"] == here.parameters
         else:
@@ -57,7 +58,7 @@ def test_formula_and_program(mesh: str, zero: str, precision: str, offload: str,
             assert max(series.curve().kinds["gradients"]) == here.gradients
     # Buffers of sharding are counted as if the largest ones met; they are large beside so small a model. Sums of shared
     # layers are values of their own. Activations that are copied away wait for links of which a formula knows nothing.
-    least, most = (0.75, 1.25) if plan.sharing > 1 else (0.84, 1.22)
+    least, most = (0.74, 1.25) if plan.sharing > 1 else (0.84, 1.22)
     if offload == "activations":
         least, most = 0.7, 1.45
     peak = max(sum(series.peak().by_kind.values()) for series in trace.series)
