@@ -244,8 +244,7 @@ def _block(
     work = 2 * tokens * s * (model.queries + model.mixed) / tp * model.pairs
     softmax = softmax_back = 0.0
     if model.flash:  # half of the pairs; scores stay inside the kernel
-        whole = 1 if division.even else 2 - 1 / cp
-        core = max(whole * work / 2 / run.flash * (1 + SHORT / s), run.least)
+        core = max((1 / 2 if division.even else 1 - 1 / cp / 2) * work / run.flash * (1 + SHORT / s), run.least)
         core_back = BACKWARD * core
     else:
         core = run.product(s / cp, s, model.head_dim, local) + run.product(s / cp, model.head_dim, s, local)

@@ -247,10 +247,9 @@ def _fastest_split(numbers: PlanNumbers, model: Sizes, machine: Hardware | None)
     from minipar.strategies.splitting import fastest
 
     n = numbers
-    inside = n.checkpoint in segments.INSIDE
     costs = layer_costs(model, n.rows / n.ep, n.bytes.activation, division=n.division)
     work = [a + b for a, b in zip(costs.forward, costs.backward, strict=True)]
-    if n.checkpoint and not inside:  # (a budget may run fewer layers again)
+    if n.checkpoint and n.checkpoint not in segments.INSIDE:  # (a budget may run fewer layers again)
         for layer in range(len(work)) if ends_are_layers(model) else range(1, len(work) - 1):
             work[layer] += costs.forward[layer]
     equal = even_split(own_layers(model), len(split_of(n, model)))

@@ -286,7 +286,7 @@ def check(plan: Plan, compiled: bool = False) -> None:
     show."""
     if compiled and plan.checkpoint == "operators":
         raise PlanError(
-            "checkpoint=operators: is estimated and exported, but does not run here; possible are selective or 1"
+            "checkpoint=operators: is estimated and exported, but does not run; possible are selective or 1"
         )
     for row in EXCLUSIONS:
         late = row.one.after_compile or row.other.after_compile

@@ -126,13 +126,13 @@ def _overlap(given: Given) -> Item:
 
 
 def _checkpoint(given: Given) -> Item:
-    modes: dict[Any, dict[str, str]] = {
-        "none": {"mode": "none"}, 1: {"mode": "full"}, "operators": {"mode": "selective", "selective_ac_option": "op"},
-    }  # fmt: skip
-    if given.value not in modes:
-        possible = "checkpoint=1, checkpoint=operators, checkpoint=none"
-        raise given.refuse("recomputes every block by itself, or chosen operators", possible)
-    return Item({"activation_checkpoint": modes[given.value]})
+    mode = {"none": "none", 1: "full", "operators": "selective"}.get(given.value)
+    if mode is None:
+        raise given.refuse(
+            "recomputes every block, or operators", "checkpoint=1, checkpoint=operators, checkpoint=none"
+        )
+    more = {"selective_ac_option": "op"} if mode == "selective" else {}
+    return Item({"activation_checkpoint": {"mode": mode, **more}})
 
 
 def _zero(given: Given) -> Item:
