@@ -285,9 +285,7 @@ def check(plan: Plan, compiled: bool = False) -> None:
     """Refuse the first two choices of a plan that do not go together; with `compiled` only those that its actions
     show."""
     if compiled and plan.checkpoint == "operators":
-        raise PlanError(
-            "checkpoint=operators: is estimated and exported, but does not run; possible are selective or 1"
-        )
+        raise PlanError("checkpoint=operators: is estimated and exported, but not run; possible are selective or 1")
     for row in EXCLUSIONS:
         late = row.one.after_compile or row.other.after_compile
         if late is compiled and row.one.chosen(plan) and row.other.chosen(plan):

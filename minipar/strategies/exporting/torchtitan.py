@@ -128,9 +128,7 @@ def _overlap(given: Given) -> Item:
 def _checkpoint(given: Given) -> Item:
     mode = {"none": "none", 1: "full", "operators": "selective"}.get(given.value)
     if mode is None:
-        raise given.refuse(
-            "recomputes every block, or operators", "checkpoint=1, checkpoint=operators, checkpoint=none"
-        )
+        raise given.refuse("recomputes blocks, or operators", "checkpoint=1, checkpoint=operators, checkpoint=none")
     more = {"selective_ac_option": "op"} if mode == "selective" else {}
     return Item({"activation_checkpoint": {"mode": mode, **more}})
 
