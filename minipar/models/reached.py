@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from minipar.errors import PlanError
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, types.ModuleType, type(None))
@@ -39,6 +41,20 @@ def reached(value: Any, name: str, ends: Callable[[Any], bool] = lambda found: F
         yield path, found
         if not isinstance(found, _PLAIN):
             queue.extend(_parts(path, found))
+
+
+def check_ids(optimizer: Any, model: nn.Module) -> None:
+    """Errors: PlanError for an optimizer that knows parameters of the model by their `id()`: ranks have copies."""
+    known = {id(p): name for name, p in model.named_parameters()}
+    for path, found in reached(optimizer, "optimizer"):
+        numbers = [*found] if isinstance(found, Mapping) else [found]
+        names = [known[number] for number in numbers if type(number) is int and number in known]
+        if names:
+            raise PlanError(
+                f"optimizer: {path} has the id() of a parameter, {names[0]}; but each rank has parameters of its own, "
+                "with other ids, and none of them would be found. Possible are groups by name: an optimizer whose own "
+                "parameter is called named_parameters is given pairs (name, parameter)"
+            )
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:

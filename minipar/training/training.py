@@ -41,6 +41,7 @@ from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Own, Weighted
 from minipar.models.mixture_gpt import Load
+from minipar.models.reached import check_ids
 from minipar.models.tensors import dtype_named, layers_of
 from minipar.prediction.advice import advising
 from minipar.prediction.forecast import Facts, Forecast
@@ -377,6 +378,9 @@ def _steps(
         quiet = plan.inference and not keep_modes
         forms = annotations if annotations is not None else annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
+        for part in model if isinstance(model, (list, tuple)) else [model]:
+            if isinstance(part, torch.nn.Module):
+                check_ids(optimizer, part)
         with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
             return (yield from _trained(asked, job, ranks))
 

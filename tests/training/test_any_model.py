@@ -246,3 +246,19 @@ def test_a_sparse_buffer(clusters, plan):
         clusters, plan, LightGCN, data, nn.functional.mse_loss, SGD, call=lambda m, x: m(*x)
     )
     assert list(model_of(run.shares, "test")) == ["user.weight", "item.weight"]
+
+
+@pytest.mark.parametrize("keep", [set, list, lambda ids: dict.fromkeys(ids, 0.01)], ids=["set", "list", "dict"])
+def test_an_optimizer_that_knows_parameters_by_their_ids_is_refused(keep):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    head = keep(map(id, model[1].parameters()))
+
+    def optimizer(parameters):
+        known = [p for p in parameters if id(p) in head]
+        rest = [p for p in parameters if id(p) not in head]
+        return torch.optim.SGD([{"params": known, "lr": 0.01}, {"params": rest}], lr=0.1)
+
+    with pytest.raises(
+        PlanError, match="head.* has the id\\(\\) of a parameter, 1.weight; .* Possible are groups by name"
+    ):
+        minipar.train(model, rows(), "", loss=nn.functional.mse_loss, optimizer=optimizer, progress=False)
