@@ -732,7 +732,7 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> _Kept:
 
 def _check_alike(model: nn.Module, comm: communicator.Communicator) -> None:
     """PlanError where the model that this rank has made has other numbers than those of all ranks together."""
-    mine = sum((p.detach().abs().sum().double() for p in model.parameters()), torch.zeros(1, dtype=torch.float64))
+    mine = sum((p.detach().abs().sum().double().cpu() for p in model.parameters()), torch.zeros(1, dtype=torch.float64))
     every = mine / comm.size
     comm.iallreduce(every, tuple(range(comm.size)), "whether all ranks have made the same model").wait()
     if not torch.isclose(every, mine, rtol=1e-6, equal_nan=True):
