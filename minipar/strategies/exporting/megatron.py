@@ -198,8 +198,8 @@ def export(given: Given) -> Export:
     yours = "Data, tokenizer, optimizer and number of steps are yours to add"
     yours += "." if given.model else ", and the sizes of the model."
     more = (
-        "Of the model the flags have sizes, gates, norms and biases. The base of its rotary positions, windows of "
-        "attention, and how experts are chosen are yours to add."
+        "Of the model the flags have sizes, gates, norms and biases. Positions without parameters are said as rotary "
+        "ones, since it has no ALiBi. Their base, windows of attention, and how experts are chosen are yours to add."
     )
     rotary = given.transformer is not None and not given.transformer.learned
     notes = (*found.notes, yours, more) if rotary else (*found.notes, yours)
